@@ -57,6 +57,13 @@ def test_a_report_of_two_checkpoints(run_main, digits_run, tmp_path):
       assert again[name] == row[name]
     assert again.get('difference') == row.get('difference')
 
+  # A run and the file of its predictions choose the same examples.
+  few = f'--predictions={saved[0]}', '--max_examples=100', '--gin.eval/Integrator.num_samples=3'
+  again = f'--json={tmp_path / "few.json"}', '--covariance_images=0'
+  run_main(evaluate, f'--checkpoint={run_dir}', *few, *again)
+  of_run, of_file = json.loads((tmp_path / 'few.json').read_text())
+  assert of_run['num_examples'] == 100 and abs(of_file['difference']['nll']) < 1e-6
+
   run_main(select, 'ensemble', f'--validation={",".join(saved)}', f'--json={tmp_path / "3.json"}')
   found = json.loads((tmp_path / '3.json').read_text())
   best = min(rows, key=lambda row: row['nll'])
@@ -78,6 +85,14 @@ def test_a_file_with_the_labels_of_several_people(tmp_path, run_main):
   assert row['agreement']['soft_label_nll'] == pytest.approx(nll, rel=1e-5)
   assert row['agreement']['disagreement_correlation'] == pytest.approx(1.0)
   assert 'labels of several people' in printed
+
+
+def test_a_bounded_choice_of_a_file_is_not_its_first_rows(tmp_path, run_main):
+  file, out = tmp_path / 'p.npz', tmp_path / 'out.json'
+  np.savez(file, prob=np.tile([0.8, 0.1, 0.1], (60, 1)), label=np.arange(60) // 20)
+  run_main(evaluate, f'--predictions={file}', '--max_examples=20', f'--json={out}')
+  (row,) = json.loads(out.read_text())
+  assert row['num_examples'] == 20 and 0 < row['precision_at_1'] < 0.7
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def evaluate(settings: Settings, gin_settings: GinSettings = ((), (), ('.',))) -
   for name, (flag, source) in zip(names, flags, strict=True):
     if flag == '--predictions' or weights.is_weights_file(source):
       with _named(flag, source):  # scored at once: one file is in memory at a time
-        rows = rows_lib.read(source, 'log_prob').take(slice(settings.max_examples))
+        rows = rows_lib.read(source, 'log_prob').chosen(settings.max_examples)
         opened.append(evaluate_rows(name, source, rows))
     else:
       opened.append(runs.configuration(source, *gin_settings))

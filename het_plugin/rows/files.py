@@ -65,7 +65,7 @@ def of(
   if not isinstance(source, str | os.PathLike):
     return source.rows(split, columns, **settings)
   name = str(source) if split is None else f'{source}:{split}'
-  return read(name, columns[0]).ordered().take(slice(settings.pop('max_examples', None)))
+  return read(name, columns[0]).ordered().chosen(settings.pop('max_examples', None))
 
 
 def read(source: str, column: str = 'features', *, mapped: bool = False) -> Rows:

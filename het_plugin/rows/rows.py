@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 _FEATURES = 'features'
+_SHUFFLE_SEED = 0x2F101FE2  # of the first epoch of `data.one_pass`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,6 +117,19 @@ class Rows:
   def take(self, which: slice | np.ndarray) -> 'Rows':
     """Some of the examples."""
     return _each(lambda x: x[which], self)
+
+  def chosen(self, count: int | None) -> 'Rows':
+    """At most `count` examples, a fixed random choice, ascending by id; None for all.
+
+    Of the rows of a whole split it is the choice that a run makes (`data.one_pass`).
+    """
+    if count is None or count >= len(self):
+      return self
+    from grain.experimental import index_shuffle  # takes seconds to import
+
+    last = len(self) - 1
+    places = [index_shuffle(i, last, seed=_SHUFFLE_SEED, rounds=4) for i in range(count)]
+    return self.take(np.argsort(self.index, kind='stable')[np.sort(places)])
 
   def without(self, column: str) -> 'Rows':
     """The same examples without a column."""

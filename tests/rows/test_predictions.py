@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from het_plugin import rows
+from het_plugin import data, rows
 from het_plugin.rows import Rows
 
 LOG_PROB = special.log_softmax(np.random.default_rng(0).normal(size=(4, 3)), axis=1)
@@ -55,7 +55,19 @@ def test_files_round_trip(tmp_path, written, suffix):
   rows.write(path, written)
   assert_same(read_predictions(str(path)), written)
   assert [x.name for x in path.parent.iterdir()] == [path.name]
-  assert_same(rows.of(path, columns=('log_prob',), max_examples=2), written.ordered().take([0, 1]))
+  assert_same(rows.of(path, columns=('log_prob',), max_examples=9), written.ordered())
+
+
+def test_a_choice_of_examples_is_that_of_a_run(tmp_path):
+  index = np.random.default_rng(0).permutation(359)
+  labels = np.sort(index % 10)[:, None].astype(np.int32)
+  whole = Rows({'log_prob': np.full((359, 10), -np.log(10))}, labels, index)
+  rows.write(tmp_path / 'p.npz', whole)
+  few = rows.of(tmp_path / 'p.npz', columns=('log_prob',), max_examples=20)
+  bounded = {'batch_size': 20, 'bounded': True, 'image_size': 8, 'max_labels': 1}
+  batch = next(data.get_dataset(data.one_pass('digits', 'test', **bounded)))
+  assert few.index.tolist() == sorted(batch['index'])
+  np.testing.assert_array_equal(few.labels, whole.ordered().labels[few.index])
 
 
 def test_features_and_predictions_in_one_file(tmp_path):
