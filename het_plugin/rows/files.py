@@ -44,6 +44,7 @@ VALUE_NAMES = ('log_prob', 'prob', 'logits')
 DTYPES = ('float32', 'bfloat16', 'float16')
 SUFFIXES = ('.npz', '.safetensors', '.npy')
 _PER_EXAMPLE = ('expected_entropy', 'nll')
+_SHOWN = 8  # arrays in an error
 _JSON = ('provenance', 'checksums', 'digest')  # of an .npz file
 _METADATA = 'het_plugin'
 _BLOCK_BYTES = 2**24  # of an array that is looked through
@@ -190,8 +191,7 @@ def reading(path: str) -> Generator[None]:
 def find_features(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
   """The array of features [N, D] among named ones; ValueError for none or several."""
   _, features = one_of(arrays, FEATURE_NAMES)
-  is_float = features.dtype.kind == 'f' or features.dtype == ml_dtypes.bfloat16
-  if not is_float or features.ndim != 2 or not features.size:
+  if not _is_float(features) or features.ndim != 2 or not features.size:
     raise ValueError(
       f'features are {features.dtype} {list(features.shape)}; they must be floating point [N, D], '
       'N and D at least 1'
@@ -199,13 +199,19 @@ def find_features(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
   return features
 
 
+def _is_float(x: np.ndarray) -> bool:
+  return x.dtype.kind == 'f' or x.dtype == ml_dtypes.bfloat16  # whose kind is V
+
+
 def one_of(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[str, np.ndarray]:
   """The array that has one of the names, and which; ValueError for none or several."""
   found = [name for name in names if name in arrays]
   if len(found) != 1:
-    shown = ', '.join(f'{name} {x.dtype} {list(x.shape)}' for name, x in arrays.items())
+    there = [f'{name} {x.dtype} {list(x.shape)}' for name, x in arrays.items()]
+    shown = ', '.join(there[:_SHOWN]) or 'none'
+    more = f' and {len(there) - _SHOWN} more' if len(there) > _SHOWN else ''
     raise ValueError(
-      f'there must be exactly one of the arrays {", ".join(names)}; there are: {shown or "none"}'
+      f'there must be exactly one of the arrays {", ".join(names)}; there are: {shown}{more}'
     )
   return found[0], arrays[found[0]]
 
@@ -340,7 +346,7 @@ def _parse(
 def _predictions(arrays: Mapping[str, np.ndarray], link: str) -> dict[str, np.ndarray]:
   """The columns of predictions."""
   name, values = one_of(arrays, VALUE_NAMES)
-  if values.dtype.kind != 'f' or values.ndim != 2 or not values.size:
+  if not _is_float(values) or values.ndim != 2 or not values.size:
     raise ValueError(
       f'{name} is {values.dtype} {list(values.shape)}; it must be floating point [N, K]'
     )
@@ -434,8 +440,20 @@ def _check(rows: Rows) -> None:
     num_classes = rows.log_prob.shape[1]
     if names is not None and len(names) != num_classes:
       raise ValueError(f'class_name is [{len(names)}]; it must be [{num_classes}]')
+    _check_no_marks(rows.labels, num_classes, rows.link)
     votes.check_labels(rows.labels, num_classes, rows.link, rows.index)
   else:
     labels_lib.check_range('', rows.labels, None if names is None else len(names))
   if rows.label_weight is not None and rows.link == 'softmax':
     labels_lib.check_weights('label_weight', rows.label_weight, None, rows.labels >= 0)
+
+
+def _check_no_marks(labels: np.ndarray, num_classes: int, link: str) -> None:
+  """Raises ValueError if labels are one-hot or multi-hot instead of class numbers."""
+  if num_classes < 3 or labels.shape[1] != num_classes or not np.isin(labels, (0, 1)).all():
+    return
+  if link == 'sigmoid' or (labels.sum(axis=1) == 1).all():
+    raise ValueError(
+      f'labels are {list(labels.shape)} of 0 and 1, which mark classes; they must be the numbers '
+      'of the classes of each example, padded with -1'
+    )

@@ -3,8 +3,10 @@
 import dataclasses
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 from scipy import special
 
 from het_plugin import data, rows
@@ -113,11 +115,37 @@ def test_other_peoples_files(tmp_path):
   assert read.labels.tolist() == [[0, 2], [1, -1]]
 
 
+def test_half_precision(tmp_path):
+  logits = np.array([[2.0, 0.0, -3.0], [0.0, 1.0, 1.0]])
+  for dtype in (np.float16, ml_dtypes.bfloat16):
+    prob = special.softmax(logits, axis=1)
+    for name, values in {'logits': logits, 'prob': prob, 'log_prob': np.log(prob)}.items():
+      arrays = {name: values.astype(dtype), 'label': np.array([2, 1])}
+      safetensors.numpy.save_file(arrays, tmp_path / 'p.safetensors')
+      read = read_predictions(str(tmp_path / 'p.safetensors'))
+      assert read.log_prob.dtype.itemsize >= 4
+      np.testing.assert_allclose(read.log_prob, np.log(prob), rtol=2e-2)
+
+
+def test_votes_of_as_many_people_as_classes_are_no_marks(tmp_path):
+  votes = np.array([[0, 1, 1], [0, 0, 1], [1, 0, 0]])
+  np.savez(tmp_path / 'p.npz', logits=np.ones((3, 3)), label=votes)
+  np.testing.assert_array_equal(read_predictions(str(tmp_path / 'p.npz')).labels, votes)
+
+
 BAD_FILES = {
   'exactly one of the arrays log_prob, prob, logits': {'prob': [[1.0]], 'logits': [[1.0]]},
   'sum to 3 instead of 1': {'prob': np.ones((2, 3)), 'label': [0, 1]},
   'label 3 of example 1': {'logits': np.ones((2, 3)), 'label': [0, 3]},
   'example 7 has no label': {'logits': np.ones((1, 3)), 'label': [-1], 'index': [7]},
+  'which mark classes; they must be the numbers': {
+    'prob': np.eye(3),
+    'label': np.eye(3, dtype=int),
+  },
+  r'labels are \[1, 4\] of 0 and 1': {'logits': np.ones((1, 4)), 'label': [[0, 1, 1, 0]]}
+  | {'link': 'sigmoid'},
+  r'there are: y int64 \[1\], .* a6 int64 \[1\] and 2 more$': {'y': [0]}
+  | {f'a{i}': [0] for i in range(9)},
   'nll has values': {'logits': np.ones((1, 2)), 'label': [0], 'nll': [np.nan], 'link': 'sigmoid'},
 }
 
