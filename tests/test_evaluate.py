@@ -197,6 +197,9 @@ def test_settings_that_are_wrong(run_main):
     ('--checkpoint=x', '--ood_dataset=digits'): '--ood_dataset and --ood_split',
     ('--checkpoint=x', '--save_predictions'): '--save_predictions needs --output_dir',
     ('--checkpoint=x', '--covariance_index=1,-2'): '--covariance_index=1,-2 ',
+    ('--predictions=x.npz', '--split=test'): '--split needs a --checkpoint: it has no effect on',
+    ('--checkpoint=x.npz', '--covariance_index=1'): '--covariance_index needs a --checkpoint',
+    ('--predictions=x', '--save_predictions', '--output_dir=y'): '--save_predictions needs a --ch',
   }
   for arguments, message in cases.items():
     assert message in run_main(evaluate, *arguments, code=2)

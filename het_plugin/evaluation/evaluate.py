@@ -47,6 +47,14 @@ class Settings:
       raise ValueError('--ood_dataset and --ood_split belong together: set both')
     if self.ood_dataset and all(map(weights.is_weights_file, self.checkpoint)):
       raise ValueError('--ood_dataset needs a --checkpoint to make its predictions with')
+    of_run = ('dataset', self.dataset), ('split', self.split), ('save_predictions', self.save_to)
+    given = [
+      name for name, value in (*of_run, ('covariance_index', self.covariance_index)) if value
+    ]
+    if given and all(map(weights.is_weights_file, self.checkpoint)):
+      raise ValueError(
+        f'--{given[0]} needs a --checkpoint: it has no effect on files of predictions'
+      )
 
 
 def evaluate(settings: Settings, gin_settings: GinSettings = ((), (), ('.',))) -> list[Evaluation]:
@@ -195,14 +203,13 @@ def _score(
   parts: Iterable[Rows], num_classes: int
 ) -> tuple[uncertainty.ExampleScores, dict[str, float] | None]:
   """The scores of the parts of a split; with a softmax also its agreement with people's labels."""
-  scores, people, ks = [], [], (1, 5) if num_classes > 5 else (1,)
+  scores, people, ks = [], agreement.Parts(), (1, 5) if num_classes > 5 else (1,)
   for part in parts:
     scores.append(uncertainty.score_examples(**part.labelled, ks=ks))
     if part.link == 'softmax':
-      found = agreement.score_examples(part.log_prob, part.labels, part.label_weight)
-      people.append(found)
-  summary = agreement.summarize(agreement.concatenate(people)) if people else None
-  return uncertainty.concatenate(scores), summary
+      people.add(agreement.score_examples(part.log_prob, part.labels, part.label_weight))
+  joined = people.joined()
+  return uncertainty.concatenate(scores), joined and agreement.summarize(joined)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ class-wise ECE   mean over classes k of the ECE of p_k for the event y = k, 15 b
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ COVERAGE = 0.8
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AgreementScores:
-  """What `summarize` needs of N examples. The parts of a split are joined by `concatenate`."""
+  """What `summarize` needs of N examples. The parts of a split are joined by `Parts`."""
 
   soft_label_nll: np.ndarray  # float64 [N], nats
   confidence: np.ndarray  # float [N], log p of the most probable class
@@ -60,16 +59,25 @@ def score_examples(
   return AgreementScores(nll, confidence, right, entropy, of_people if several else None, bins)
 
 
-def concatenate(parts: Sequence[AgreementScores]) -> AgreementScores:
-  """The scores of the examples of all parts."""
-  columns: dict[str, Any] = {}
-  for field in dataclasses.fields(AgreementScores):
-    arrays = [getattr(part, field.name) for part in parts]
-    if arrays[0] is None:
-      columns[field.name] = None
-    else:
-      columns[field.name] = sum(arrays) if field.name == 'bins' else np.concatenate(arrays)
-  return AgreementScores(**columns)
+class Parts:
+  """Joins the scores of the parts of a split; their bins are added as they come."""
+
+  def __init__(self):
+    self._columns: list[list[Any]] = []
+    self._bins: Any = 0.0
+
+  def add(self, part: AgreementScores) -> None:
+    *columns, bins = (getattr(part, field.name) for field in dataclasses.fields(part))
+    self._columns.append(columns)
+    self._bins += bins
+
+  def joined(self) -> AgreementScores | None:
+    """The scores of the examples of all parts; None if there is no part."""
+    if not self._columns:
+      return None
+    columns = zip(*self._columns, strict=True)
+    joined: list[Any] = [None if parts[0] is None else np.concatenate(parts) for parts in columns]
+    return AgreementScores(*joined, self._bins)
 
 
 def summarize(scores: AgreementScores, ood_log_prob: np.ndarray | None = None) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Metrics on people's labels, against implementations of their own."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import sklearn.metrics
@@ -18,10 +20,10 @@ def data():
 
 def summarize(log_p, labels, ood=None):
   """From two parts, as of a stream."""
-  parts = [
-    agreement.score_examples(log_p[rows], labels[rows]) for rows in (slice(70), slice(70, None))
-  ]
-  return agreement.summarize(agreement.concatenate(parts), ood)
+  parts = agreement.Parts()
+  for rows in (slice(70), slice(70, None)):
+    parts.add(agreement.score_examples(log_p[rows], labels[rows]))
+  return agreement.summarize(parts.joined(), ood)
 
 
 def test_classwise_ece_by_hand(data):
@@ -65,3 +67,14 @@ def test_the_summary_of_predictions(data, monkeypatch):
   assert one['soft_label_nll'] == pytest.approx(nll)
   right = summarize(log_p, log_p.argmax(axis=1)[:, None])
   assert np.isnan(right['correctness_auroc'])  # there is no wrong answer
+
+
+def test_the_bins_of_many_parts_take_the_memory_of_one():
+  log_p, parts = np.full((2, 500), -np.log(500)), agreement.Parts()
+  tracemalloc.start()
+  for _ in range(100):
+    parts.add(agreement.score_examples(log_p, np.zeros((2, 1), np.int32)))
+  kept, _ = tracemalloc.get_traced_memory()
+  tracemalloc.stop()
+  assert kept < 4 * parts.joined().bins.nbytes
+  assert parts.joined().bins[0].sum() == 100 * 2 * 500 and agreement.Parts().joined() is None
