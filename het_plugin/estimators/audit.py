@@ -150,9 +150,13 @@ def write_csv(path: str, listed: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_suggested(path: str, listed: Listed) -> None:
-  """Writes the rows of an audit with the suggested labels in the place of wrong ones."""
+  """Writes the rows of an audit with the suggested labels in the place of wrong ones.
+
+  Weights and annotators of the labels are left out: they are those of the labels before.
+  """
   labels = np.where(listed.found.kind == 'wrong', listed.found.suggested, listed.label)[:, None]
-  rows_lib.write(path, dataclasses.replace(listed.rows, labels=labels, label_weight=None))
+  given = {'label_weight': None, 'annotator': None}
+  rows_lib.write(path, dataclasses.replace(listed.rows, labels=labels, **given))
 
 
 def report(

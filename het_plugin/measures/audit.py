@@ -24,6 +24,7 @@ from het_plugin.measures import uncertainty
 KINDS = ('wrong', 'ambiguous', 'fine')
 UNSURE = 0.5  # the location is unsure of a row if no class is more probable than this
 BLOCK_BYTES = 2**24  # of the rows whose posteriors are in memory at one time
+_LEAST_RATE, _LEAST_ROWS = 0.0005, 0.5  # of a pair of classes; less comes of rounding
 _MAX_ROUNDS = 500
 _TOLERANCE = 1e-6  # nats per example
 
@@ -58,8 +59,12 @@ class Audit:
   share_error: float | None
 
   def pairs(self, count: int) -> list[tuple[int, int, float, float]]:
-    """The most frequent confusions: (truth k, label y, T_ky, share of all examples)."""
+    """The most frequent confusions: (truth k, label y, T_ky, share of all examples).
+
+    Pairs with T_ky below 0.05%, or of less than half an example, are left out.
+    """
     joint = self.classes[:, None] * self.confusions
+    joint[(self.confusions < _LEAST_RATE) | (joint * len(self.wrong) < _LEAST_ROWS)] = 0.0
     np.fill_diagonal(joint, 0.0)
     order = np.argsort(joint, axis=None)[::-1][:count]
     truths, labels = np.unravel_index(order, joint.shape)

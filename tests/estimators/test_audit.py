@@ -62,6 +62,18 @@ def test_rows_without_weight_are_as_if_they_were_not_there(tmp_path):
   np.testing.assert_allclose(found.predict_proba(x), alone.predict_proba(x), atol=1e-3)
 
 
+def test_suggested_labels_of_padded_votes_can_be_read(tmp_path):
+  x, truth, label = problem(60)
+  padded = np.stack([label, np.full(60, -1)], axis=1).astype(np.int32)
+  votes = {'annotator': np.minimum(padded, 0), 'label_weight': np.float32(padded >= 0)}
+  rows = rows_lib.Rows({'features': x}, padded, np.arange(60), **votes)
+  p = (np.arange(10) == truth[:, None]) * 0.9 + 0.01
+  listed = audit_lib.Listed(rows, label, audit_lib.measure.audit(p, label), np.arange(60))
+  audit_lib.write_suggested(tmp_path / 'fixed.npz', listed)
+  fixed = rows_lib.read(str(tmp_path / 'fixed.npz'))
+  assert fixed.annotator is None and (fixed.label == truth).mean() > (label == truth).mean()
+
+
 def test_pairs_and_suggestions_are_ids_of_classes():
   x, truth, label = problem(600)
   found = audit_lib.audit(x, label, Settings(**SETTINGS))

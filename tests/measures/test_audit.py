@@ -39,6 +39,8 @@ def test_the_share_and_the_confusions_of_people_are_found(known):
     assert abs(gap) < 4 * 0.5 / np.sqrt(chosen.sum())
   (first, *_) = found.pairs(3)
   assert first[:2] == (0, 1) and first[2] == pytest.approx(0.2, abs=0.02)
+  assert min(rate for *_, rate, _ in found.pairs(6)) >= 0.0005  # of those that are never confused
+  assert audit(p, truth).pairs(6) == []
   assert set(found.kind) == {'wrong', 'ambiguous', 'fine'}
   assert (p.max(axis=1)[found.kind == 'ambiguous'] <= 0.5).all()
 
