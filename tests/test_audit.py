@@ -148,6 +148,10 @@ def test_what_is_wrong_is_one_sentence(noisy, run_main, tmp_path):
   rows_lib.write(of_test, dataclasses.replace(rows_lib.read(str(path)), provenance=about))
   for arguments, message in (
     ([], '--train is needed'),
+    ([f'--train={path}', '--checkpoint=x'], '--train and --checkpoint cannot go together'),
+    ([f'--train={path}', '--layer=block00'], '--layer is for --checkpoint'),
+    ([f'--train={path}', '--output_dir=x'], '--output_dir is for --checkpoint'),
+    ([f'--train={path}', '--split=test'], 'a split of a file is --train=F.npz:SPLIT'),
     ([f'--train={path}', f'--suggest={path}'], 'is read by the audit: name another file'),
     ([f'--train={path}:train', f'--suggest={path}'], 'is read by the audit: name another file'),
     ([f'--train={path}', '--suggest=new.npy'], '--suggest=new.npy must end in .npz'),

@@ -73,6 +73,8 @@ def test_the_main(files, tmp_path, run_main):
   (expected,) = probe.probe(*files, settings(hidden_layers=(8,))).json
   assert row['nll'] == expected['nll'] != probe.probe(*files, settings()).json[0]['nll']
   for flag, message in (
+    ('--checkpoint=x', '--train and --checkpoint cannot go together'),
+    ('--splits=a,b', '--splits is for --checkpoint'),
     ('--hidden_layers=x', '--hidden_layers=x must be'),
     ('--C=0', '--C=0 must be a number > 0'),
     ('--heads=', '--heads= has no value'),
