@@ -124,6 +124,20 @@ def test_all_examples_and_warnings(files, run_main, tmp_path):
   assert rows['few', 'saved', 5]['test_unseen'] == int((test_y == 3).sum())
   assert f'): saved {int((test_y == 3).sum())}.' in printed
   assert 'Classes with fewer examples than shots' in printed
+  assert rows['few', 'saved', most]['stderr'] is None and '0.000' not in printed
+
+
+def test_the_splits_of_a_file(files, run_main, tmp_path):
+  train_x, train_y, test_x, test_y = arrays(files, 'clean')
+  split = np.repeat(['train', 'test'], [len(train_y), len(test_y)])
+  both = {'x': np.concatenate([train_x, test_x]), 'y': np.concatenate([train_y, test_y])}
+  np.savez(tmp_path / 'both.npz', **both, split=split)
+  source, out = tmp_path / 'both.npz', tmp_path / 'out.json'
+  run_main(
+    *(fewshot, f'--train={source}:train', f'--test={source}:test', '--shots=1'),
+    *('--seeds=0', '--l2=1', f'--json={out}'),
+  )
+  assert list(rows_of(out)) == [('both', 'saved', 1)]
 
 
 def test_protocols_by_name_and_by_part(files, run_main, tmp_path):

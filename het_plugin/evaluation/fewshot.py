@@ -87,11 +87,11 @@ def from_files(
       example.
   """
   runs = {}
-  names = choose_names(names, train, distinct=False)
-  for name, *pair in zip(names, train, test, strict=True):
+  chosen = choose_names(names, train, distinct=False)
+  for name, *pair in zip(chosen, train, test, strict=True):
     halves = [rows_lib.read(source) for source in pair]
     rows_lib.check_pair(pair, [rows.meaning for rows in halves])
-    run, colon, dataset = name.partition(':')
+    run, colon, dataset = name.partition(':') if names else (name, '', '')
     dataset = dataset if colon else halves[0].provenance.get('dataset', 'saved')
     datasets = runs.setdefault(run, {})
     if dataset in datasets:
@@ -179,7 +179,11 @@ def _evaluate(run, data, protocol, shots, seeds) -> dict[str, dict[int, fewshot.
   """{data set: {shots: result}} of a run."""
   most = max(int(np.unique(train.y, return_counts=True)[1].max()) for train, _ in data.values())
   shots = tuple(dict.fromkeys(most if n == 'all' else n for n in shots))
-  fits = len(data) * len(shots) * len(fewshot.used_seeds(protocol, seeds))
+  fits = sum(
+    len(fewshot.used_seeds(protocol, seeds, n, train.y))
+    for train, _ in data.values()
+    for n in shots
+  )
   with reporting.Progress(run, fits, unit='fits') as progress:
     return fewshot.few_shot_all(
       data, protocol, shots=shots, seeds=seeds, on_trial=lambda: progress.update(1)

@@ -16,6 +16,8 @@ MIN_DATASETS = 6  # with fewer, the two-sided signed-rank test cannot reach 0.05
 def difference(result: FewShotResult, baseline: FewShotResult) -> dict[str, float | None]:
   """`result` minus `baseline` on the same test rows and with the same draws, paired.
 
+  A single draw, of all examples, is paired with every draw of the other.
+
   Returns:
     'mean', the difference of the accuracies; 'stderr_draws' and 'p_draws' of a paired t-test over
     draws with fixed test rows; 'stderr_rows' and 'p_rows' of one over test rows, each with the
@@ -25,7 +27,8 @@ def difference(result: FewShotResult, baseline: FewShotResult) -> dict[str, floa
   Raises:
     ValueError: shots, draws or test rows differ.
   """
-  if result.correct.shape != baseline.correct.shape or result.shots != baseline.shots:
+  draws, rows = zip(result.correct.shape, baseline.correct.shape, strict=True)
+  if len({*draws} - {1}) > 1 or len({*rows}) > 1 or result.shots != baseline.shots:
     raise ValueError(
       f'Results of {result.shots} shots with {list(result.correct.shape)} draws and test rows '
       f'cannot be paired with {baseline.shots} shots, {list(baseline.correct.shape)}.'

@@ -161,7 +161,8 @@ def few_shot(
     train_x, train_y, train_index: the split that subsets are drawn from, see `Split`.
     test_x, test_y: float [M, D] and int [M].
     shots: examples per class, each >= 1.
-    seeds: one subset is drawn for each; each >= 0.
+    seeds: one subset is drawn for each; distinct, each >= 0. If every subset would have all
+      examples, there is one.
     l2, classifier, draw: see `Protocol`; l2 is no rule over several data sets.
 
   Returns:
@@ -191,27 +192,34 @@ def few_shot_all(
   check_settings(shots, seeds, protocol.l2, num_datasets=len(datasets))
   for name, (train, test) in datasets.items():
     check_splits(train, test, name)
-  seeds = used_seeds(protocol, seeds)
+  used = {
+    (name, num_shots): used_seeds(protocol, seeds, num_shots, train.y)
+    for name, (train, _) in datasets.items()
+    for num_shots in shots
+  }
   trials = {}
   for name, (train, test) in datasets.items():
     for seed in seeds:
       drawn = draw_order(train.y, _index(train), seed, protocol.draw)
       for num_shots in shots:
-        trials[name, num_shots, seed] = _trial(train, test, protocol, num_shots, drawn)
-        on_trial()
+        if seed in used[name, num_shots]:
+          trials[name, num_shots, seed] = _trial(train, test, protocol, num_shots, drawn)
+          on_trial()
   if protocol.l2 in MEAN_RANKS:
     for num_shots in shots:
       accuracies = {
         (name, seed): trials[name, num_shots, seed].correct.mean(axis=1)
         for name in datasets
-        for seed in seeds
+        for seed in used[name, num_shots]
       }
       chosen = mean_rank(accuracies, others=protocol.l2 == 'mean_rank_others')
       for (name, seed), i in chosen.items():
         l2s, correct = trials[name, num_shots, seed]
         trials[name, num_shots, seed] = _Trial(l2s[i : i + 1], correct[i : i + 1])
   return {
-    name: {n: _result(n, [trials[name, n, s] for s in seeds], *datasets[name]) for n in shots}
+    name: {
+      n: _result(n, [trials[name, n, s] for s in used[name, n]], *datasets[name]) for n in shots
+    }
     for name in datasets
   }
 
@@ -223,9 +231,15 @@ class _Trial(NamedTuple):
   correct: np.ndarray  # bool [L, M]
 
 
-def used_seeds(protocol: Protocol, seeds: Sequence[int]) -> Sequence[int]:
-  """The seeds that make a difference: `draw` 'first' gives all of them the same subset."""
-  return seeds[:1] if protocol.draw == 'first' else seeds
+def used_seeds(
+  protocol: Protocol, seeds: Sequence[int], num_shots: int, y: np.ndarray
+) -> Sequence[int]:
+  """The seeds that make a difference for the labels of a training split.
+
+  All of them give the same subset with `draw` 'first', or if it has all examples.
+  """
+  _, counts = np.unique(y, return_counts=True)
+  return seeds[:1] if protocol.draw == 'first' or (counts <= num_shots).all() else seeds
 
 
 def _trial(
@@ -338,8 +352,8 @@ def check_settings(
   """Raises ValueError, in one sentence, for settings that `few_shot_all` cannot use."""
   if not shots or min(shots) < 1:
     raise ValueError(f'shots={tuple(shots)} must be one or more numbers >= 1.')
-  if not seeds or min(seeds) < 0:
-    raise ValueError(f'seeds={tuple(seeds)} must be one or more numbers >= 0.')
+  if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+    raise ValueError(f'seeds={tuple(seeds)} must be one or more distinct numbers >= 0.')
   Protocol(l2=l2)
   if l2 == 'mean_rank_others' and num_datasets < 2:
     raise ValueError(

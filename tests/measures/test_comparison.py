@@ -33,6 +33,8 @@ def test_differences_are_paired():
 def test_differences_without_a_test():
   one_draw = comparison.difference(result([[1, 0, 1]]), result([[1, 0, 0]]))
   assert one_draw['p_draws'] is None and one_draw['p_rows'] is not None
+  with_several = comparison.difference(result([[1, 0]]), result([[1, 0], [0, 0]]))
+  assert with_several['mean'] == 0.25
   same = comparison.difference(result([[1, 0], [0, 1]]), result([[1, 0], [0, 1]]))
   assert same.pop('mean') == 0 and set(same.values()) == {None}
 

@@ -74,6 +74,9 @@ def test_short_classes_are_used_and_counted_and_unseen_labels_are_wrong():
     assert result.test_unseen == 1
     assert max(result.accuracies) <= 0.75
   assert results[5].accuracies == (0.75,) * 3
+  # All subsets would be the same: one draw, which has no error.
+  everything = fewshot.few_shot(train_x, train_y, test_x, test_y, shots=(6, 9), l2='heldout')
+  assert [(len(x.l2), x.stderr) for x in everything.values()] == [(1, None)] * 2
 
 
 @pytest.mark.parametrize(
@@ -82,6 +85,7 @@ def test_short_classes_are_used_and_counted_and_unseen_labels_are_wrong():
     (dict(train_x=np.array([[0, np.nan], [0, 0], [np.inf, 0]])), '2 rows that are not finite'),
     (dict(train_index=np.array([0, 1, 1])), '3 distinct example ids'),
     (dict(shots=(0, 5)), r'shots=\(0, 5\)'),
+    (dict(seeds=(1, 1)), r'seeds=\(1, 1\) must be one or more distinct numbers'),
     (dict(l2='mean_rank'), 'call few_shot_all'),
     (dict(classifier='svm'), "classifier='svm' is unknown: choose one of ridge, logistic"),
     (dict(classifier='logistic'), "l2='loo' needs classifier='ridge'"),
@@ -111,7 +115,7 @@ def test_held_out_rows_are_those_drawn_next(digits):
   expected = max(hits, key=lambda l2: (hits[l2], l2))
   assert results[5].l2 == (expected,)
   none_left = fewshot.few_shot(train_x, train_y, test_x, test_y, shots=(9999,), l2='heldout')
-  assert none_left[9999].l2 == (2.0**10,) * 3
+  assert none_left[9999].l2 == (2.0**10,)
 
 
 def test_the_first_of_each_class_by_id(digits):
