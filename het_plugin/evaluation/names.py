@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from het_plugin.rows import files
+
 _SUFFIXES = ('.npz', '.safetensors', '.npy')
 _CHECKPOINT = 'checkpoint_'
 
@@ -12,8 +14,8 @@ def short_names(sources: Sequence[str]) -> list[str]:
   """The parts in which sources differ: ['a', 'b'] for ['runs/a/x.npz', 'runs/b/x.npz'].
 
   A single source is named by its last part. checkpoint_N keeps the directory of its run, as
-  'run/checkpoint_N'. Suffixes of files are dropped. If the names are not distinct, the sources
-  themselves are the names.
+  'run/checkpoint_N'. Suffixes and splits of files are dropped. If the names are not distinct, the
+  sources themselves are the names.
   """
   paths = [_parts(source) for source in sources]
   if len(paths) == 1:
@@ -58,8 +60,8 @@ def check_names(datasets: Iterable[Any], setting: str) -> None:
 
 
 def _parts(source: str) -> list[str]:
-  """Parts of a path; of 'X.npy,Y.npy' (features and labels), the parts of X.npy."""
-  parts = source.split(',')[0].rstrip('/').split('/')
+  """Parts of a path without a split; of 'X.npy,Y.npy' (features and labels), those of X.npy."""
+  parts = files.partition_source(source)[0].split(',')[0].rstrip('/').split('/')
   if parts[-1].startswith(_CHECKPOINT):
     parts[-2:] = ['/'.join(parts[-2:])]
   return parts

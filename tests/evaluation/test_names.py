@@ -11,6 +11,8 @@ from het_plugin.evaluation.names import short_names
     (['runs/a/train.npz', 'runs/b/train.npz'], ['a', 'b']),
     (['x/a/1/t.npz', 'x/a/2/t.npz', 'x/b/1/t.npz'], ['a/1', 'a/2', 'b/1']),
     (['runs/het/train.npz'], ['train']),
+    (['runs/het/both.npz:train'], ['both']),
+    (['a.npz:train', 'b.npz:train'], ['a', 'b']),
     (['a/X.npy,a/Y.npy', 'b/X.npy,b/Y.npy'], ['a', 'b']),
     (['runs/a/checkpoint_3', 'runs/a/checkpoint_5'], ['a/checkpoint_3', 'a/checkpoint_5']),
     (['runs/a', 'runs/a/checkpoint_5'], ['a', 'a/checkpoint_5']),
