@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from etils import epath
@@ -101,7 +102,7 @@ class PeriodicAction(BaseAction):
 class FewShotAction(PeriodicAction):
   """Fits linear classifiers to a layer's representations (`fewshot.py`) during training.
 
-  The scalars are <shots>shot, in [0, 1], and with more than one seed <shots>shot_stderr. There is a
+  The scalars are <shots>shot, in [0, 1], and with more than one draw <shots>shot_stderr. There is a
   line per data set and number of shots. `results` has the latest {name: {shots: FewShotResult}}.
 
   Attributes:
@@ -124,6 +125,21 @@ class FewShotAction(PeriodicAction):
     self._protocol = fewshot.Protocol(self.classifier, self.draw, self.l2)
     fewshot.check_settings(self.shots, self.seeds, self.l2, len(self.datasets))
     self.results = {}
+
+  def setup(self, context: ActionContext) -> None:
+    super().setup(context)
+    B, side = self.batch_size, self.image_size
+    shapes = {'image': (B, side, side, self.channels), 'text': (B, 1)}
+
+    def represent() -> Any:
+      params = context.model.get_initial_variables(jax.random.key(0), shapes)['params']
+      batch = {'image': jnp.zeros(shapes['image'])}
+      return context.model.representations(params, batch, (self.layer,))
+
+    try:
+      jax.eval_shape(represent)  # compiles nothing
+    except ValueError as error:
+      raise ValueError(f'FewShotAction.layer={self.layer!r}: {error}') from error
 
   def check(self, run: Run, dataset: fewshot_data.FewShotDataset) -> None:
     fewshot_data.check(run, dataset, self.batch_size)

@@ -78,6 +78,7 @@ def test_digits_over_the_mesh(tmp_path):
   context, state = make_context(tmp_path)
   action = make_action(shots=(1, 25))
   action.setup(context)
+  context.model.traces = 0
   assert action.run(at(state, 7), {}) is False
 
   by_shots = action.results['digits']
@@ -154,15 +155,13 @@ def test_bounds_and_endless_splits(tmp_path):
   'change,message',
   [
     ({'datasets': (DIGITS, DIGITS)}, r"datasets .*\['digits', 'digits'\]"),
-    ({'layer': 'no_such_layer'}, 'no_such_layer'),
+    ({'layer': 'no_such_layer'}, "^FewShotAction.layer='no_such_layer': .* choose from .*block00"),
   ],
 )
 def test_bad_settings_are_one_sentence(tmp_path, change, message):
-  context, state = make_context(tmp_path)
+  context, _ = make_context(tmp_path)
   with pytest.raises(ValueError, match=message):
-    action = make_action(**change)
-    action.setup(context)
-    action.run(state, {})
+    make_action(**change).setup(context)
 
 
 FEW_DIGITS = ZeroShotDataset('digits', 'digits', 'test[:64]', 'none')
@@ -176,6 +175,9 @@ def make_zeroshot(**kwargs):
 @pytest.mark.slow
 def test_classes_are_embedded_by_the_current_text_tower(tmp_path):
   context, state = make_context(tmp_path, model=SmallContrastive())
+  make_action(layer='block00').setup(context)
+  with pytest.raises(ValueError, match="FewShotAction.layer='block01'"):
+    make_action(layer='block01').setup(context)
   action = make_zeroshot()
   action.setup(context)
   action.run(at(state, 1), {})
