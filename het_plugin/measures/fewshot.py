@@ -205,12 +205,14 @@ def few_shot_all(
         if seed in used[name, num_shots]:
           trials[name, num_shots, seed] = _trial(train, test, protocol, num_shots, drawn)
           on_trial()
+        else:  # in a mean rank all data sets have as many draws
+          trials[name, num_shots, seed] = trials[name, num_shots, seeds[0]]
   if protocol.l2 in MEAN_RANKS:
     for num_shots in shots:
       accuracies = {
         (name, seed): trials[name, num_shots, seed].correct.mean(axis=1)
         for name in datasets
-        for seed in used[name, num_shots]
+        for seed in seeds
       }
       chosen = mean_rank(accuracies, others=protocol.l2 == 'mean_rank_others')
       for (name, seed), i in chosen.items():

@@ -75,6 +75,9 @@ def test_short_classes_are_used_and_counted_and_unseen_labels_are_wrong():
     assert max(result.accuracies) <= 0.75
   assert results[5].accuracies == (0.75,) * 3
   # All subsets would be the same: one draw, which has no error.
+  data = {'a': (fewshot.Split(train_x, train_y), fewshot.Split(test_x, test_y))}
+  ranked = fewshot.few_shot_all(data, fewshot.Protocol(l2='mean_rank'), shots=(6,))['a'][6]
+  assert len(ranked.l2) == 1
   everything = fewshot.few_shot(train_x, train_y, test_x, test_y, shots=(6, 9), l2='heldout')
   assert [(len(x.l2), x.stderr) for x in everything.values()] == [(1, None)] * 2
 
