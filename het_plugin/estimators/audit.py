@@ -44,8 +44,8 @@ def audit(
       True
 
   Args:
-    features: float [N, D].
-    label: int [N], class ids. Each class has at least `settings.folds` rows.
+    features: float [N, D]; a memory map stays on disk.
+    label: int or text [N]. Each class has at least `settings.folds` rows.
     settings: one head, by default `SETTINGS`, the folds, and its grid, from which held-out labels
       choose (`probe.choose`).
 
@@ -53,7 +53,8 @@ def audit(
     ValueError: there are several heads, or too few rows of a class.
   """
   settings = SETTINGS if settings is None else settings
-  found, failures = _audit(features, label, settings)
+  x = features if isinstance(features, np.ndarray) else np.asarray(features)  # keeps a memory map
+  found, failures = _audit(x, np.asarray(label), settings)
   if failures:
     warnings.warn(_unfinished(failures, 'max_iter', settings), ConvergenceWarning, stacklevel=2)
   return found

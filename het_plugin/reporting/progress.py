@@ -36,8 +36,8 @@ class Progress:
   ):
     """Starts at `done`, which the rate leaves out.
 
-    It also leaves out a first update of at most 1% of what is left, which is shown with the next:
-    most loops compile in it.
+    It also leaves out a first update of at most a tenth of what is left, because most loops compile
+    in it; the next one shows both.
 
     Two lines are at least `seconds` apart: without a terminal, math.inf shows nothing. A loop that
     ends before `first` seconds shows nothing; None is a bar at once, and a line after `seconds`.
@@ -47,7 +47,8 @@ class Progress:
     self._start_count = self.count = done
     self._shown = shown and jax.process_index() == 0
     self._start = time.monotonic()
-    self._bar, self._pause = None, seconds
+    self._bar, self._pause, self._first = None, seconds, first
+    self._is_first = True
     if self._shown and self._stream.isatty():
       self._bar = _bar(self._stream)
       self._pause = _REFRESH_SECONDS
@@ -60,14 +61,16 @@ class Progress:
   def update(self, number: int = 1, note: str = '') -> None:
     """Adds to the count; `note` is shown behind it, such as a loss."""
     now = time.monotonic()
-    if self.count == self._start_count and number <= (self._total - self.count) / 100:
+    is_first, self._is_first = self._is_first, False
+    if is_first and number <= (self._total - self.count) / 10:
       self._start, self._start_count = now, self.count + number
-      self._next = max(self._next, now + self._pause)
+      if self._first is None:
+        self._next = max(self._next, now + self._pause)
     self.count += number
-    if not self._shown or now < self._next:
+    if self.count == self._start_count or not self._shown or now < self._next:
       return
     self._next = now + self._pause
-    rate = (self.count - self._start_count) / (now - self._start)
+    rate = (self.count - self._start_count) / max(now - self._start, 1e-9)
     left = datetime.timedelta(seconds=round(max(0, self._total - self.count) / max(rate, 1e-9)))
     shown = f'{rate:,.0f}' if rate >= 10 else f'{rate:.2g}'
     behind = ', '.join(filter(None, [f'{self._unit}, {shown}/s', note, f'ETA {left}']))

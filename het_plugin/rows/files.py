@@ -38,7 +38,7 @@ from het_plugin.rows import labels as labels_lib
 from het_plugin.rows.rows import Rows
 from het_plugin.weights.files import SAFETENSORS_DTYPES, save_safetensors
 
-FEATURE_NAMES = ('features', 'representations', 'embeddings', 'pre_logits', 'x')
+FEATURE_NAMES = ('features', 'representations', 'embeddings', 'pre_logits', 'x', 'X')
 LABEL_NAMES = ('label', 'labels', 'y', 'target', 'targets')
 VALUE_NAMES = ('log_prob', 'prob', 'logits')
 DTYPES = ('float32', 'bfloat16', 'float16')

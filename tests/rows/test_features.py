@@ -77,6 +77,7 @@ def test_npy_with_labels_and_splits_in_one_file(tmp_path):
   'arrays,message',
   [
     (dict(features=np.ones((3, 2)), label=np.zeros(4, int)), r'labels are int64 \[4\].*N = 3'),
+    (dict(features=np.ones((1, 2)), label=np.array(['a'])), r'; numpy\.unique\(names, '),
     (dict(features=np.ones((3, 2))), 'exactly one of the arrays label, labels'),
     (
       dict(features=np.ones((2, 2)), label=np.array([0, 2]), class_name=np.array(['a', 'b'])),
