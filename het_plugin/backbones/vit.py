@@ -67,12 +67,14 @@ class PatchEmbedding(nn.Module):
 def resize_kernel(kernel: jax.Array, patch_size: int) -> jax.Array:
   """The kernel w [P', P', C, D] for patches of P = `patch_size` pixels, [P, P, C, D].
 
-  The result is pinv(B^T) w, where B resizes a P' x P' patch (bilinear; FlexiViT, Beyer et al. 2022,
-  https://arxiv.org/abs/2212.08013, eq. 2). For P >= P' its product with B x is <w, x>.
+  The result is pinv(B^T) w, where B resizes a P' x P' patch (bilinear, without antialiasing as in
+  big_vision; FlexiViT, Beyer et al. 2022, https://arxiv.org/abs/2212.08013, eq. 2). For P >= P' its
+  product with B x is <w, x>.
   """
   old = kernel.shape[0]
   basis = jnp.eye(old * old).reshape(-1, old, old)
-  resized = jax.image.resize(basis, (old * old, patch_size, patch_size), 'bilinear')
+  shape = old * old, patch_size, patch_size
+  resized = jax.image.resize(basis, shape, 'bilinear', antialias=False)
   inverse = jnp.linalg.pinv(resized.reshape(old * old, -1))  # [P P, P' P']
   flat = kernel.reshape(old * old, -1)
   return (inverse @ flat).reshape(patch_size, patch_size, *kernel.shape[2:])

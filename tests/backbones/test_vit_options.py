@@ -175,6 +175,18 @@ def test_resized_kernel_keeps_products_with_resized_patches():
   np.testing.assert_allclose(actual, np.einsum('ijc,ijcd->d', patch, kernel), atol=1e-4)
 
 
+@pytest.mark.parametrize('patch_size', [3, 5, 11])
+def test_a_kernel_is_resized_without_antialiasing(patch_size):
+  """As in big_vision, where TensorFlow reads two pixels of a row however small the result is."""
+  kernel = np.random.default_rng(0).normal(size=(8, 8, 3, 5))
+  place = ((np.arange(patch_size) + 0.5) * 8 / patch_size - 0.5).clip(0, 7)
+  weights = (1 - abs(place[:, None] - np.arange(8))).clip(0)  # [P, 8]
+  inverse = np.linalg.pinv(np.kron(weights, weights).T)
+  expected = (inverse @ kernel.reshape(64, -1)).reshape(patch_size, patch_size, 3, 5)
+  actual = resize_kernel(jnp.asarray(kernel, jnp.float32), patch_size)
+  np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_one_checkpoint_serves_other_patch_and_image_sizes():
   stored = dataclasses.replace(TINY, stored_patch_size=4, stored_grid=3)
