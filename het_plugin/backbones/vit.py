@@ -72,12 +72,12 @@ def resize_kernel(kernel: jax.Array, patch_size: int) -> jax.Array:
   product with B x is <w, x>.
   """
   old = kernel.shape[0]
-  basis = jnp.eye(old * old).reshape(-1, old, old)
-  shape = old * old, patch_size, patch_size
-  resized = jax.image.resize(basis, shape, 'bilinear', antialias=False)
-  inverse = jnp.linalg.pinv(resized.reshape(old * old, -1))  # [P P, P' P']
-  flat = kernel.reshape(old * old, -1)
-  return (inverse @ flat).reshape(patch_size, patch_size, *kernel.shape[2:])
+  # B resizes rows and columns alike, so one side's inverse is enough. It is a constant: an SVD in
+  # the program would run at every step, and a SavedModel cannot hold it.
+  with jax.ensure_compile_time_eval():
+    resized = jax.image.resize(jnp.eye(old), (old, patch_size), 'bilinear', antialias=False)
+  inverse = np.linalg.pinv(resized)  # [P, P']
+  return jnp.einsum('pi,qj,ijcd->pqcd', inverse, inverse, kernel)
 
 
 def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The options of ViT against plain numpy in float64, with parameters away from their start."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -183,8 +184,10 @@ def test_a_kernel_is_resized_without_antialiasing(patch_size):
   weights = (1 - abs(place[:, None] - np.arange(8))).clip(0)  # [P, 8]
   inverse = np.linalg.pinv(np.kron(weights, weights).T)
   expected = (inverse @ kernel.reshape(64, -1)).reshape(patch_size, patch_size, 3, 5)
-  actual = resize_kernel(jnp.asarray(kernel, jnp.float32), patch_size)
+  resize = functools.partial(resize_kernel, patch_size=patch_size)
+  actual = jax.jit(resize)(jnp.asarray(kernel, jnp.float32))
   np.testing.assert_allclose(actual, expected, atol=1e-4)
+  assert 'svd' not in str(jax.make_jaxpr(resize)(kernel))  # every step would repeat it
 
 
 @pytest.mark.slow
