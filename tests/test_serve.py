@@ -1,6 +1,7 @@
 """Programs of `python -m het_plugin.export --format`, run where het_plugin cannot be imported."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import subprocess
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin import backbones, estimators, export, models, runs, weights
+from het_plugin import backbones, estimators, export, heads, models, runs, weights
 from het_plugin.config import parsing
 from het_plugin.evaluation import serve
+from het_plugin.integrate import Analytic
 from het_plugin.runs.starting import train_from_gin
 from het_plugin.weights import onnx_graph, programs
 from tests.evaluation.small_contrastive import SmallContrastive
@@ -227,16 +229,29 @@ def test_what_cannot_be_exported(digits_run, features_run, run_main, tmp_path, m
   assert {x.name for x in tmp_path.iterdir()} == {'out'}
 
 
-def test_models_without_a_function_of_one_image(digits_run, tmp_path):
-  run = runs.open_run(digits_run[0])
-  pairs = dataclasses.replace(run, model=SmallContrastive())
+def test_a_contrastive_model_is_refused(digits_run, tmp_path):
+  pairs = dataclasses.replace(runs.open_run(digits_run[0]), model=SmallContrastive())
   with pytest.raises(ValueError, match='is a contrastive model, whose classes are texts'):
     serve.export(pairs, str(tmp_path / 'out'), 'stablehlo')
-  backbone = run.model.backbone.clone(moe=backbones.SparseMoe(num_experts=2, layers='every_1'))
-  model = models.ClassificationModel(backbone, run.model.head, None, None, None)
-  with pytest.raises(ValueError, match='ViT.moe is a SparseMoe, which routes groups of images'):
-    model.served({}, np.zeros((2, 8, 8, 1), np.float32))
   assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
+def test_experts_that_route_groups_in_training_serve_any_batch(images, tmp_path):
+  moe = backbones.SparseMoe(num_experts=2, layers='every_1')
+  backbone = backbones.ViT(patch_size=4, width=8, depth=1, mlp_dim=8, num_heads=1, moe=moe)
+  model = models.ClassificationModel(backbone, heads.Det(3), None, None, Analytic())
+  init = functools.partial(model.get_initial_variables, input_shapes={'image': (1, 8, 8, 1)})
+  shapes = jax.eval_shape(init, jax.random.key(0))['params']
+  random = np.random.default_rng(0)
+  params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), shapes)
+  program = programs.Program(model.served, params, 'image', (8, 8, 1), {})
+  programs.write(program, str(tmp_path / 'moe'), 'stablehlo')
+  expected = jax.jit(program.__call__)(images[:7])['probabilities']
+  call = jax.export.deserialize((tmp_path / 'moe/program.stablehlo').read_bytes()).call
+  for size in (1, 7):
+    found = call(images[:size])['probabilities']
+    np.testing.assert_allclose(found, expected[:size], atol=1e-6)
 
 
 @NEEDS_ONNX

@@ -17,7 +17,7 @@ from flax import linen as nn
 from flax import traverse_util
 
 from het_plugin import heads
-from het_plugin.backbones import SparseMoe, as_backbone, with_axes
+from het_plugin.backbones import as_backbone, with_axes
 from het_plugin.integrate import (
   Analytic,
   GaussianLogits,
@@ -303,16 +303,7 @@ class ClassificationModel:
     """What an exported program computes of images [B, H, W, C], see `heads.served`.
 
     It is the predictive distribution of `shared_draws`.
-
-    Raises:
-      ValueError: the backbone routes the images of a batch together, so that there is no function
-        of one image.
     """
-    if isinstance(getattr(self.backbone, 'moe', None), SparseMoe):
-      raise ValueError(
-        f'{type(self.backbone).__name__}.moe is a SparseMoe, which routes groups of images: a '
-        'program for any batch cannot be exported; SoftMoe can'
-      )
     logits = self.logits(params, {'image': image})
     return heads.served(logits, self.eval_integrator, entropies=entropies, seed=self.eval_seed)
 

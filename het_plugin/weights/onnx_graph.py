@@ -3,8 +3,8 @@
 The function is traced with a symbolic batch. Calls, custom derivatives and loops of fixed length
 are written out, and what does not depend on the input is computed at once. Each operation that is
 left becomes a few ONNX nodes. `OPERATIONS` lists those that are known. They include all that our
-backbones and heads use. (jax2onnx 0.17 fails on jax 0.12, and gives some of our broadcasts a wrong
-shape.)
+backbones and heads use, except for `SparseMoe`. (jax2onnx 0.17 fails on jax 0.12, and gives some of
+our broadcasts a wrong shape.)
 
 bfloat16 becomes float32, because few runtimes multiply it.
 """
