@@ -271,7 +271,7 @@ def test_a_configuration_of_t5x_takes_a_model_with_includes(tmp_path):
     'train/DatasetConfig.seed = 0',
     *FEW_SHOT,
   ]
-  bindings = [b.replace("'TRAIN': [@TerminateOnNanAction()], ", '') for b in bindings]
+  bindings = [b.replace("[@TerminateOnNanAction()], 'TRAIN_EVAL': ", '') for b in bindings]
   job = ['train', [str(tmp_path / 'mine.gin'), *model, 'gin/heads/het_xl.gin'], bindings]
   assert hosted(tmp_path, [job]) == ['DONE']
   assert params(tmp_path / 'run', 2)['head/kernel'].shape == (16, 128)
