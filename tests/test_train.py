@@ -146,6 +146,12 @@ def test_a_det_run_starts_a_het_xl_model(tmp_path, run_main):
   got = start(file, 'vit.scan_layers = True')['backbone']['blocks']['mlp']['wi']['kernel'][0]
   np.testing.assert_allclose(got, wanted['block00']['mlp']['wi']['kernel'], atol=1e-6)
 
+  with np.load(file) as arrays:
+    fewer = {name: x[..., :9] if name.startswith('head/') else x for name, x in arrays.items()}
+  np.savez(tmp_path / 'fewer.npz', **fewer)
+  with pytest.raises(ValueError, match='has 9 classes: set NUM_CLASSES'):
+    start(tmp_path / 'fewer.npz')
+
 
 @pytest.mark.slow
 def test_a_replica_axis_changes_nothing(tmp_path):

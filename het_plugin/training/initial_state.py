@@ -50,6 +50,7 @@ def begin(
   axes: TrainState,
   restore_cfg: checkpoints.RestoreCheckpointConfig | None,
   partitioner: partitioning.PjitPartitioner,
+  model: Any,
 ) -> TrainState:
   """The state at step 0: fresh, or with the parameters of another run if one is given.
 
@@ -57,7 +58,7 @@ def begin(
   """
   read = {}
   if restore_cfg is not None:
-    read = warm_start.restore_params(restore_cfg, target.params)
+    read = warm_start.restore_params(restore_cfg, target.params, model=model)
   train_state = partitioner.partition(init, (), axes)()
   if read:
     flat = traverse_util.flatten_dict(train_state.params, sep='/')

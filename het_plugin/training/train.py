@@ -189,7 +189,9 @@ def train(
     stays = False  # stopped, by an action of TRAIN
     if restored is None:
       with observer.phase(observer_lib.INITIALISE):
-        train_state = initial_state.begin(init, target, axes, checkpoint_cfg.restore, partitioner)
+        train_state = initial_state.begin(
+          init, target, axes, checkpoint_cfg.restore, partitioner, model
+        )
       start = checkpoints.RunState(train_state)
     else:
       start = restored

@@ -25,16 +25,18 @@ def restore_params(
   cfg: RestoreCheckpointConfig,
   target: PyTree,
   arrays: Mapping[str, np.ndarray] | None = None,
+  model: Any = None,
 ) -> dict[str, jax.Array]:
   """Reads parameters for a warm start; all processes call it together.
 
   The target is the model's parameters as shapes with shardings. The result is {'head/kernel':
   array, ...} on these, without parameters that are to be initialised. `arrays` is the
-  content of a published file, if it has been read already.
+  content of a published file, if it has been read already. The head of a published file must have
+  the classes of the `model`, if it is given.
   """
   flat = traverse_util.flatten_dict(target, sep='/')
   if weights.is_weights_file(cfg.path):
-    return _read_published(cfg, flat, arrays)
+    return _read_published(cfg, flat, arrays, model)
   if cfg.skip:
     raise ValueError(
       f'RestoreCheckpointConfig.skip={cfg.skip!r} is for a published file; {cfg.path} is a '
@@ -87,13 +89,15 @@ def _read_published(
   cfg: RestoreCheckpointConfig,
   flat: Mapping[str, jax.ShapeDtypeStruct],
   arrays: Mapping[str, np.ndarray] | None,
+  model: Any,
 ) -> dict[str, jax.Array]:
   setting = 'RestoreCheckpointConfig.path=' if arrays is None else ''
   try:
     arrays = weights.read_arrays(cfg.path) if arrays is None else arrays
     shapes = {name: x.shape for name, x in flat.items()}
     config = weights.read_config(cfg.path)
-    read, report = weights.load_params(arrays, shapes, cfg.head, cfg.skip, config)
+    num_classes = getattr(getattr(model, 'head', None), 'num_classes', None)
+    read, report = weights.load_params(arrays, shapes, cfg.head, cfg.skip, config, num_classes)
   except ValueError as error:
     raise ValueError(f'{setting}{cfg.path}: {error}') from error
   report.log(cfg.path)

@@ -16,6 +16,7 @@ _log = logging.getLogger(__name__)
 KEEP, INIT = 'keep', 'init'
 HEADS = (KEEP, INIT)
 _SHOWN = 20  # names in an error
+_W_AND_B = ('head/kernel', 'head/bias')
 _OF_CLASSES = ('head/kernel', 'head/bias', 'head/noise_kernel')  # their last axis is padded
 _PARTS, _TEXT = ('backbone/', 'head/'), ('text_tower/', 'text_projection/')
 
@@ -54,6 +55,7 @@ def load_params(
   head: str = KEEP,
   skip: Sequence[str] = (),
   config: Mapping[str, Any] | None = None,
+  num_classes: int | None = None,
 ) -> tuple[dict[str, np.ndarray], Report]:
   """Our parameters from the arrays of a file.
 
@@ -68,12 +70,14 @@ def load_params(
     head: 'keep' loads the head of the file, 'init' initialises ours, for other classes.
     skip: regular expressions of the names in the file to ignore, such as 'pre_logits/.*'.
     config: settings of a tower of timm, transformers or open_clip, from `towers.read_config`.
+    num_classes: K, which must be the number of the file's classes; a file in our names may have
+      padded ones. None takes any that fit the padded K.
 
   Returns:
     {our name: float32 array} without the parameters to initialise, and the report.
 
   Raises:
-    ValueError: names or shapes do not fit; lists all of them.
+    ValueError: names, shapes or classes do not fit; lists all of them.
   """
   if head not in HEADS:
     raise ValueError(f'head={head!r} is unknown: choose one of {", ".join(HEADS)}')
@@ -90,6 +94,7 @@ def load_params(
     unused = [name for name in arrays if layouts.is_optimizer_state(name)]
     source = layouts.canonical({name: x for name, x in arrays.items() if name not in unused})
     layout = layouts.layout_of(flat)
+  is_padded = layouts.has_our_names(arrays) and not towers.is_tower(arrays)
   in_file = (*_PARTS, *_TEXT) if any(name.startswith(_TEXT) for name in source) else _PARTS
   prefix = layouts.head_prefix_of(source)
   passed_over = {name for name in source for pattern in skip if re.fullmatch(pattern, name)} | (
@@ -107,17 +112,19 @@ def load_params(
     if theirs in source and theirs not in passed_over:
       used.add(theirs)
       try:
+        if ours in _W_AND_B and num_classes is not None:
+          _check_classes(source[theirs].shape[-1], num_classes, is_padded)
         read[ours], note = _fit(ours, source[theirs], shape, is_head)
         loaded.append((ours, theirs, note))
       except ValueError as error:
-        if ours in ('head/kernel', 'head/bias'):  # ours are padded: shapes would puzzle
+        if ours in _W_AND_B:  # ours are padded: shapes would puzzle
           wrong.append(
             f'the head of the file has {source[theirs].shape[-1]} classes: set NUM_CLASSES to '
             f"it, or bind RestoreCheckpointConfig.head = '{INIT}' for other classes"
           )
         else:
           wrong.append(f'{theirs} {source[theirs].shape} does not fit {ours} {shape}: {error}')
-    elif (is_head and ours not in ('head/kernel', 'head/bias')) or '/adapter/' in ours:
+    elif (is_head and ours not in _W_AND_B) or '/adapter/' in ours:
       initialised.append(ours)
     else:
       wrong.append(f'{theirs} is missing, for {ours} {shape}')
@@ -201,6 +208,11 @@ def restacked(
     elif _STACKED.fullmatch(name) and (layers := _layer_names(name, shape[0]))[0] in flat:
       stacked[name] = np.stack([flat[layer] for layer in layers])
   return stacked
+
+
+def _check_classes(theirs, num_classes, is_padded):
+  if theirs < num_classes or (theirs > num_classes and not is_padded):
+    raise ValueError('the numbers of classes differ')
 
 
 def _fit(ours, x, shape, is_head):

@@ -39,6 +39,7 @@ def shapes_of(backbone, head, image=IMAGE):
 
 def load(arrays, backbone, classifier=None, image=IMAGE, **settings):
   classifier = classifier or heads.Det(theirs.CLASSES)
+  settings = {'num_classes': classifier.num_classes, **settings}
   read, report = weights.load_params(arrays, shapes_of(backbone, classifier, image), **settings)
   return traverse_util.unflatten_dict(read, sep='/'), report
 
@@ -213,9 +214,12 @@ def test_the_image_tower_of_a_contrastive_model():
       lambda a: a.update({'embedding/bias': np.zeros(7)}),
       r'embedding/bias \(7,\) .*backbone/embedding/bias \(16,\)',
     ),
-    (
-      lambda a: a.update({'head/kernel': np.zeros((16, 200)), 'head/bias': np.zeros(200)}),
-      r" 200 classes: .*NUM_CLASSES .*head = 'init'",
+    *(
+      (
+        lambda a, k=k: a.update({'head/kernel': np.zeros((16, k)), 'head/bias': np.zeros(k)}),
+        rf" {k} classes: .*NUM_CLASSES .*head = 'init'",
+      )
+      for k in (200, 128, 12, 10)  # the model has 11, padded to 128
     ),
   ],
 )
@@ -224,6 +228,19 @@ def test_what_does_not_fit_is_listed(change, words):
   change(arrays)
   with pytest.raises(ValueError, match=words):
     load(arrays, our_vit())
+
+
+def test_a_file_in_our_names_may_have_padded_classes():
+  shapes = {'head/kernel': (4, 128), 'head/bias': (128,)}
+
+  def read(k):
+    arrays = {'head/kernel': np.ones((4, k)), 'head/bias': np.ones(k)}
+    return weights.load_params(arrays, shapes, num_classes=11)[0]['head/bias']
+
+  for k in (11, 12, 128):
+    np.testing.assert_array_equal(read(k), np.arange(128) < k)
+  with pytest.raises(ValueError, match='the head of the file has 10 classes'):
+    read(10)
 
 
 def test_an_export_has_the_bias_that_edward2_expects():

@@ -1,5 +1,6 @@
 """Warm starts under t5x: from our checkpoints, t5x's and published files, as in our trainer."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.core
@@ -38,9 +39,12 @@ class TrainStateInitializer(utils.TrainStateInitializer):
   Optimizer and step start afresh. A resumed run has its own checkpoint, which t5x prefers.
   """
 
-  def __init__(self, *args: Any, checkpoint_cfg: CheckpointConfig, **kwargs: Any):
-    super().__init__(*args, **kwargs)
+  def __init__(
+    self, *args: Any, init_fn: Callable, checkpoint_cfg: CheckpointConfig, **kwargs: Any
+  ):
+    super().__init__(*args, init_fn=init_fn, **kwargs)
     self._initial = checkpoint_cfg.initial
+    self._model = init_fn.__self__  # t5x finds the model so, too
 
   def from_scratch(self, init_rng: jax.Array) -> Any:
     """The initial state; raises the errors of `warm_start.restore_params`."""
@@ -51,6 +55,6 @@ class TrainStateInitializer(utils.TrainStateInitializer):
     target = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )
-    read = warm_start.restore_params(self._initial, target)
+    read = warm_start.restore_params(self._initial, target, model=self._model)
     flat = traverse_util.flatten_dict(params, sep='/') | read
     return state.replace_params(flax.core.freeze(traverse_util.unflatten_dict(flat, sep='/')))
