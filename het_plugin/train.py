@@ -9,7 +9,7 @@ To continue after an interruption, run it again. Exit codes:
   1    a checkpoint cannot be written, or another failure
   2    a setting is wrong, or MODEL_DIR has another training
   3    a step was not finite
-  42   stopped by SIGTERM with a checkpoint saved: start it again
+  42   stopped by SIGTERM or Ctrl-C with a checkpoint saved: start it again
   134  another process is lost, or this one is stuck: start it again
 """
 
