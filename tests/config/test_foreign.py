@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pytest
 
 import gin
@@ -107,7 +108,9 @@ def test_mains_call_no_function(main, call, given, digits_run, tmp_path, run_mai
     (tmp_path / 'evil_module.py').write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     file.write_text('import evil_module\n')
   (folder / 'config.gin').write_text(DYNAMIC + call.format(file=str(file)))
-  other = f'--dataset={tmp_path}' if main is predict else f'--output={tmp_path / "out.npz"}'
+  images = tmp_path / 'images.npz'
+  np.savez(images, image=np.zeros((1, 8, 8), np.uint8))
+  other = f'--dataset={images}' if main is predict else f'--output={tmp_path / "out.npz"}'
   with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(tmp_path)
     message = run_main(main, f'--checkpoint={folder}', other, *given, code=2)

@@ -25,7 +25,8 @@ TINY = [
   *(f'TRAIN_STEPS = {STEPS}', 'EVAL_PERIOD = 2', 'SAVE_PERIOD = 2', 'STATS_PERIOD = 1'),
   *('WARMUP_STEPS = 1', 'EVAL_STEPS = 2', 'BATCH_SIZE = 16', 'SaveCheckpointConfig.keep = None'),
   *('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2'),
-  *('train/Integrator.num_samples = 4', 'eval/Integrator.num_samples = 4'),
+  # Two are too few to follow the label: t5x's scores are then those of our evaluation.
+  *('train/Integrator.num_samples = 4', 'eval/Integrator.num_samples = 2'),
 ]
 FEW_SHOT = [
   "ACTIONS = {'TRAIN': [@TerminateOnNanAction()], 'TRAIN_EVAL': [@FewShotAction()]}",
