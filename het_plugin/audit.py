@@ -27,8 +27,6 @@ from het_plugin.operations import stopping
 from het_plugin.rows import files
 from het_plugin.weights import is_weights_file
 
-_OF_CHECKPOINT = ('layer', 'output_dir')  # flags that belong to --checkpoint
-
 
 def define_flags() -> None:
   command_line.define_flags()
@@ -68,12 +66,7 @@ def main(argv: Sequence[str]) -> None:
       max_iter=F.max_iter,
       seed=F.seed,
     )
-    if F.train and F.checkpoint:
-      raise ValueError('--train and --checkpoint cannot go together: set one of them')
-    if not (F.train or F.checkpoint and F.dataset):
-      raise ValueError('--train is needed, or --checkpoint and --dataset')
-    if F.train and (given := [name for name in _OF_CHECKPOINT if F[name].present]):
-      raise ValueError(f'--{given[0]} is for --checkpoint, which is represented here')
+    command_line.check_rows_flags(['train'], ['layer', 'output_dir'])
     if F['split'].present and not F.dataset:
       raise ValueError('--split is for --dataset: a split of a file is --train=F.npz:SPLIT')
     if F.head == 'det' and (F['C_noise'].present or F['num_factors'].present):

@@ -26,8 +26,6 @@ from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.estimators import noise_test, probe
 from het_plugin.operations import stopping
 
-_OF_CHECKPOINT = ('dataset', 'splits', 'layer', 'output_dir')  # flags that belong to --checkpoint
-
 
 def define_flags() -> None:
   command_line.define_flags()
@@ -102,13 +100,8 @@ def main(argv: Sequence[str]) -> None:
   F = flags.FLAGS
   with command_line.one_sentence_errors(argv):
     chosen, (train, *test) = settings(), [F.train, F.test]
-    files = [name for name in ('train', 'test') if F[name].value]
-    if files and F.checkpoint:
-      raise ValueError(f'--{files[0]} and --checkpoint cannot go together: set one of them')
-    if not (train or F.checkpoint and F.dataset):
-      raise ValueError('--train is needed, or --checkpoint and --dataset')
-    if train and (given := [name for name in _OF_CHECKPOINT if F[name].present]):
-      raise ValueError(f'--{given[0]} is for --checkpoint, which is represented here')
+    of_checkpoint = ['dataset', 'splits', 'layer', 'output_dir']
+    command_line.check_rows_flags(['train', 'test'], of_checkpoint)
     if F.checkpoint:
       from het_plugin.evaluation import represent  # imports TensorFlow, which files do not need
 

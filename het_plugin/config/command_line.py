@@ -46,6 +46,21 @@ def gin_settings() -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
   return values.gin_file, values.gin_bindings, values.gin_search_paths
 
 
+def check_rows_flags(of_files: Sequence[str], of_checkpoint: Sequence[str]) -> None:
+  """Raises ValueError unless there is either --train, or --checkpoint and --dataset.
+
+  `of_files` are the flags that cannot go with --checkpoint, `of_checkpoint` those that need it.
+  """
+  F = flags.FLAGS
+  files = [name for name in of_files if F[name].value]
+  if files and F.checkpoint:
+    raise ValueError(f'--{files[0]} and --checkpoint cannot go together: set one of them')
+  if not (F.train or F.checkpoint and F.dataset):
+    raise ValueError('--train is needed, or --checkpoint and --dataset')
+  if F.train and (given := [name for name in of_checkpoint if F[name].present]):
+    raise ValueError(f'--{given[0]} is for --checkpoint, which is represented here')
+
+
 def rewrite_flags(argv: Sequence[str]) -> list[str]:
   """Turns --gin.NAME=VALUE into --gin_bindings=NAME=VALUE, which absl can parse."""
   rewritten = [argv[0]]

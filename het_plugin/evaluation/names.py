@@ -60,7 +60,7 @@ def check_names(datasets: Iterable[Any], setting: str) -> None:
 
 
 def _parts(source: str) -> list[str]:
-  """Parts of a path without a split; of 'X.npy,Y.npy' (features and labels), those of X.npy."""
+  """The parts of a path. A split is left out, and so is the file of labels in 'X.npy,Y.npy'."""
   parts = files.partition_source(source)[0].split(',')[0].rstrip('/').split('/')
   if parts[-1].startswith(_CHECKPOINT):
     parts[-2:] = ['/'.join(parts[-2:])]

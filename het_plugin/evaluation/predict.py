@@ -26,8 +26,13 @@ _SHOWN = 20  # rows of the printed table
 
 
 class Images:
-  """A `data.sources.ExampleSource` of images without labels, with `path`, `names` and, but for an
-  array, `files`.
+  """Images without labels, as a `data.sources.ExampleSource`.
+
+  Attributes:
+    path: where they are.
+    names: what each image is called.
+    files: one per image; none if the images are an array.
+    is_array: whether they are an array.
   """
 
   def __init__(self, path: str):

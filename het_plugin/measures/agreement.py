@@ -72,7 +72,7 @@ class Parts:
     self._bins += bins
 
   def joined(self) -> AgreementScores | None:
-    """The scores of the examples of all parts; None if there is no part."""
+    """The scores of all examples, or None if nothing was added."""
     if not self._columns:
       return None
     columns = zip(*self._columns, strict=True)

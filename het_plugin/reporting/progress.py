@@ -44,11 +44,10 @@ class Progress:
     """
     self._stream = sys.stderr if stream is None else stream
     self._title, self._total, self._unit = title, total, unit
-    self._start_count = self.count = done
+    self._start_count = self.count = self._done = done
     self._shown = shown and jax.process_index() == 0
     self._start = time.monotonic()
     self._bar, self._pause, self._first = None, seconds, first
-    self._is_first = True
     if self._shown and self._stream.isatty():
       self._bar = _bar(self._stream)
       self._pause = _REFRESH_SECONDS
@@ -61,8 +60,7 @@ class Progress:
   def update(self, number: int = 1, note: str = '') -> None:
     """Adds to the count; `note` is shown behind it, such as a loss."""
     now = time.monotonic()
-    is_first, self._is_first = self._is_first, False
-    if is_first and number <= (self._total - self.count) / 10:
+    if self.count == self._done and number <= (self._total - self.count) / 10:
       self._start, self._start_count = now, self.count + number
       if self._first is None:
         self._next = max(self._next, now + self._pause)
