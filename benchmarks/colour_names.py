@@ -46,7 +46,7 @@ C = 1000.0
 NOISE = {'C_noise': C, 'num_factors': 4, 'num_samples': 16}
 KEY = ('head', 'd', 'hidden', 'n')
 MIN_ANSWERS = 500  # of a colour of the picture: people's shares are then known to 0.02
-QUANTILES = (0.99, 0.9, 0.75, 0.6, 0.5, 0.4, 0.25, 0.1, 0.01)
+QUANTILES = (0.99, 0.75, 0.5, 0.25, 0.01)
 LETTER = 0.0105  # the width of a letter, as a share: a name is written where it fits
 NUM_PAIRS = 8
 
@@ -205,7 +205,7 @@ def draw(path, titles, probs, lab, counts, name):
   many = np.flatnonzero(totals >= MIN_ANSWERS)
   order = many[np.argsort(-gain[many])]
   of_name = rgb(counts.T @ lab / np.maximum(counts.sum(axis=0), 1.0)[:, None])  # [K, 3]
-  figure = style.new_figure(9.6, 6.4)
+  figure = style.new_figure(9.6, 0.4 + 0.67 * len(QUANTILES))
   ax = figure.subplots()
   for i, quantile in enumerate(QUANTILES):
     colour = order[round((1 - quantile) * (len(order) - 1))]
