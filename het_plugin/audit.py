@@ -93,6 +93,8 @@ def main(argv: Sequence[str]) -> None:
       audit.write_csv(F.csv, report.json['rows'])
     if F.suggest:
       audit.write_suggested(F.suggest, report.json['rows'])
+      num_wrong = report.json['counts']['wrong']
+      print(f'\n{F.suggest}: {num_wrong:,} of {len(report.json["rows"]):,} labels are suggestions.')
 
 
 def _check_suggested(path: str | None, source: str) -> None:

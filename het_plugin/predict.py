@@ -41,9 +41,13 @@ def main(argv: Sequence[str]) -> None:
     if not F.checkpoint:
       raise ValueError('--checkpoint is needed')
     of_rows = is_weights_file(F.checkpoint)
-    if of_rows == bool(F.dataset):
-      which = 'cannot go with a file of predictions' if of_rows else 'is needed'
-      raise ValueError(f'--dataset {which}: --checkpoint={F.checkpoint}')
+    if of_rows and F.dataset:
+      raise ValueError(
+        f'--checkpoint={F.checkpoint} is a file: with --dataset it must be the directory of a run. '
+        'A file of predictions goes without --dataset.'
+      )
+    if not of_rows and not F.dataset:
+      raise ValueError(f'--dataset is needed for the run --checkpoint={F.checkpoint}')
     if of_rows:
       found = predict.most_probable(read(F.checkpoint, 'log_prob'), F.top)
     else:

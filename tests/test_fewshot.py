@@ -122,7 +122,7 @@ def test_all_examples_and_warnings(files, run_main, tmp_path):
   assert sorted(shots for _, _, shots in rows) == [5, most]
   assert rows['few', 'saved', 5]['classes_short'] == 1
   assert rows['few', 'saved', 5]['test_unseen'] == int((test_y == 3).sum())
-  assert f'): saved {int((test_y == 3).sum())}.' in printed
+  assert f'): {int((test_y == 3).sum())} of saved.' in printed
   assert 'Classes with fewer examples than shots' in printed
   assert rows['few', 'saved', most]['stderr'] is None and '0.000' not in printed
 

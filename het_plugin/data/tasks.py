@@ -127,7 +127,7 @@ class ImageTask:
     if has_labels and lengths['label'] < info.max_labels:
       raise ValueError(
         f"task_feature_lengths['label'] is {lengths['label']}; examples of {self.name} have up to "
-        f'{info.max_labels} labels (MAX_LABELS).'
+        f'{info.max_labels} labels: set MAX_LABELS = {info.max_labels}.'
       )
 
 

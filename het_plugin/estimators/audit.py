@@ -207,9 +207,15 @@ def report(
     ),
     reporting.Table(
       'Labels that are most probably wrong',
-      ['index', 'label', 'suggested', 'p of the label'],
+      ['index', 'label', 'suggested', 'p of the label', 'p wrong'],
       [
-        [str(x['index']), shown(x['label']), shown(x['suggested']), f'{x["probability"]:.3f}']
+        [
+          str(x['index']),
+          shown(x['label']),
+          shown(x['suggested']),
+          f'{x["probability"]:.3f}',
+          f'{x["wrong"]:.3f}',
+        ]
         for x in worst
       ],
     ),
@@ -232,7 +238,7 @@ def report(
   return reporting.Report(
     title='Audit of labels',
     introduction=f'{len(label):,} labels of {name}, by the location of {head} fitted to '
-    f'{settings.folds - 1} of {settings.folds} folds: {found.share:.1%} +-{found.share_error:.1%} '
+    f'{settings.folds - 1} of {settings.folds} folds: {found.share:.1%} ± {found.share_error:.1%} '
     f'are wrong. {counts["wrong"]:,} are listed as wrong, {counts["ambiguous"]:,} as ambiguous.',
     tables=[table for table in tables if table.lines],
     notes=notes,

@@ -278,14 +278,14 @@ def make_report(
     )
   lowered = {  # what lowers an accuracy
     'Classes with fewer examples than shots (all their examples are used)': {
-      f'{x["dataset"]} {x["shots"]} shots': x['classes_short'] for x in rows
+      f'{x["dataset"]} with {x["shots"]} shots': x['classes_short'] for x in rows
     },
     'Test rows of classes without a training example (they count as wrong)': {
       x['dataset']: x['test_unseen'] for x in rows
     },
   }
   for what, numbers in lowered.items():
-    if found := [f'{name} {number}' for name, number in numbers.items() if number]:
+    if found := [f'{number} of {name}' for name, number in numbers.items() if number]:
       notes.append(f'{what}: {", ".join(found)}.')
   return reporting.Report(
     title='Few-shot linear evaluation',

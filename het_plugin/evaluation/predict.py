@@ -192,7 +192,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     )
     for row in rows[:_SHOWN]
   ]
-  caption = f'{len(rows):,} images' + (f', the first {_SHOWN}' if len(rows) > _SHOWN else '')
+  caption = f'{len(rows):,} image{"s" if len(rows) > 1 else ""}'
+  if len(rows) > _SHOWN:
+    caption += f', the first {_SHOWN}'
   return reporting.plain_table(
     reporting.Table(caption, ('image', 'entropy', 'most probable classes'), lines)
   )

@@ -10,6 +10,7 @@ import scipy.stats
 from het_plugin.measures.fewshot import FewShotResult
 
 EXTREME = 0.01  # the share of examples whose contribution to a difference is shown
+ROUNDING = 1e-6  # nats: a mean difference below it may be the rounding of float32
 MIN_DATASETS = 6  # with fewer, the two-sided signed-rank test cannot reach 0.05
 
 
@@ -109,10 +110,10 @@ def extreme_share(differences: np.ndarray) -> float | None:
   """The share of the sum of differences [N] that is due to the largest 1% of them.
 
   Largest means in absolute value, and at least one difference is taken. A share above 1 means that
-  the others have the opposite sign. None if the sum is 0.
+  the others have the opposite sign. None if the mean is less than float32 can tell.
   """
   total = float(differences.sum())
-  if not total:
+  if abs(total) < ROUNDING * len(differences):
     return None
   count = max(1, math.ceil(EXTREME * len(differences)))
   largest = np.argsort(-np.abs(differences), kind='stable')[:count]

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 KEEP, INIT = 'keep', 'init'
 HEADS = (KEEP, INIT)
-_SHOWN = 20  # names in an error
+_SHOWN = 5  # names in an error
 _W_AND_B = ('head/kernel', 'head/bias')
 _OF_CLASSES = ('head/kernel', 'head/bias', 'head/noise_kernel')  # their last axis is padded
 _PARTS, _TEXT = ('backbone/', 'head/'), ('text_tower/', 'text_projection/')
@@ -129,6 +129,9 @@ def load_params(
     else:
       wrong.append(f'{theirs} is missing, for {ours} {shape}')
   skipped = sorted(set(source) - used)
+  if not used and not passed_over:
+    names = ', '.join(skipped[:_SHOWN]) + (', ...' if len(skipped) > _SHOWN else '')
+    raise ValueError(f'the file has none of the parameters of the model. It has {names}')
   bias = layouts.entry('head/covariance/J_bias', layout, prefix).name
   for name in set(skipped) - passed_over:
     if name == bias and not np.any(source[name]):
