@@ -32,7 +32,8 @@ def runs(tmp_path_factory):
       index = np.arange(500)[rows]
       np.savez(folder / name / f'{split}.npz', features=noisy[rows], label=y[rows], index=index)
       columns = {'log_prob': log_prob[rows].astype(np.float32)}
-      predicted = rows_lib.Rows(columns, y[rows, None], index)
+      of = {'checkpoint': f'runs/{name}'}
+      predicted = rows_lib.Rows(columns, y[rows, None], index, provenance=of)
       rows_lib.write(folder / name / f'log_prob_{split}.npz', predicted)
   return folder
 
@@ -144,10 +145,15 @@ def test_ensemble_beside_the_best_and_the_average(runs, run):
     (['knn', '--train=x.npz', '--names=a,b'], '--names=a,b must be 1 '),
     (['rank', '--train=GOOD', '--test=TEST', '--keep=2'], '--keep=2 must be in 1 .. 1'),
     (['ensemble', '--validation=P,Q'], 'log_prob_test.npz and '),
+    (
+      ['ensemble', '--validation=P', '--test=POOR'],
+      'has checkpoint runs/poor and ',
+    ),
   ],
 )
 def test_what_is_wrong_is_one_sentence(runs, run, arguments, words):
   good = runs / 'good'
+  arguments = [x.replace('=POOR', f'={runs / "poor" / "log_prob_test"}.npz') for x in arguments]
   for short, file in (('GOOD', 'train'), ('TEST', 'test'), ('P', 'log_prob_train')):
     arguments = [x.replace(f'={short}', f'={good / file}.npz') for x in arguments]
   arguments = [x.replace(',Q', f',{good / "log_prob_test"}.npz') for x in arguments]

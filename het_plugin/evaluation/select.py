@@ -207,9 +207,12 @@ def ensemble(
   """A greedy ensemble beside the best single candidate and the average of all."""
   names = candidate_names(names, validation, test, flag='validation')
   # The test files are also read now, so that a wrong one is found before anything is computed.
-  labels = [read.label_log_prob for read in same_predictions(validation)]
-  for _ in same_predictions(test):
-    pass
+  labels, meanings = [], []
+  for read in same_predictions(validation):
+    labels.append(read.label_log_prob)
+    meanings.append(read.meaning)
+  for i, of_test in enumerate(same_predictions(test)):
+    rows_lib.check_pair((validation[i], test[i]), (meanings[i], of_test.meaning))
 
   members, path = greedy_ensemble.greedy_ensemble(
     np.stack(labels), max_members=max_members, replacement=replacement

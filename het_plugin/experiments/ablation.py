@@ -78,11 +78,19 @@ class Ablation:
   def __post_init__(self):
     check_settings('Ablation', self.shared, self.cells)
     folders = [_folder_name(label) for label in self.cells]
+    if unnamed := [x for x, name in zip(self.cells, folders, strict=True) if not name.strip('.')]:
+      raise ValueError(f'Ablation.cells: the label {unnamed[0]!r} names no folder; use letters')
     if len(set(folders)) < len(folders):
       raise ValueError(f'Ablation.cells: the labels {", ".join(self.cells)} need names that differ')
     check_labels('Ablation', (self.first, *self.choose_for, *self.measured), self.cells)
     if not self.seeds or len(set(self.seeds)) < len(self.seeds):
       raise ValueError(f'Ablation.seeds={tuple(self.seeds)} must be different numbers')
+    split = getattr(self.analysis, 'split', None)
+    if isinstance(self.analysis, analyses.ExampleNLL) and split != self.report_split:
+      raise ValueError(
+        f'ExampleNLL.split={split!r} must be Ablation.report_split={self.report_split!r}, because '
+        'its differences are reported beside the means of that split'
+      )
     if common := set(self.seeds) & set(self.choose_seeds):
       raise ValueError(
         f'Ablation.choose_seeds and Ablation.seeds share {sorted(common)}; runs that choose '
@@ -169,6 +177,7 @@ class _Training:
     self._chosen = {}  # {label: (the best candidate, all with their NLL)}
     self._found = {label: [] for label in ablation.cells}  # [seed]{metric: value}
     self._folders = {label: [] for label in ablation.cells}
+    self._failed = []  # a sentence for each run that is not finite
     self._finished = 0
     sizes = [len(ablation.candidates(label)) for label in ablation.cells]
     self._total = len(sizes) * len(ablation.seeds)
@@ -179,15 +188,23 @@ class _Training:
     self._chosen = {label: self._choose(label) for label in ablation.cells}
     for seed in ablation.seeds:
       for label in ablation.cells:
-        bindings = [
-          f'{k} = {self._found[other][-1][name]!r}'
+        measured = {
+          k: self._found[other][-1][name]
           for k, (other, name) in ablation.measured.get(label, {}).items()
-        ]
+        }
+        if wrong := [k for k, value in measured.items() if not math.isfinite(value)]:
+          raise ValueError(f'{label!r} needs a {wrong[0]} that is not finite. {self._failed[-1]}')
+        bindings = [f'{k} = {value!r}' for k, value in measured.items()]
         values = self._chosen[label][0]
-        folder = self._complete(label, seed, values, ablation.report_split, *bindings)
-        found = _final_values(folder, ablation.metrics)
-        if ablation.analysis is not None:
-          found |= self._analyse(folder)
+        folder, stop = self._complete(label, seed, values, ablation.report_split, *bindings)
+        if stop:
+          self._failed.append(f'{label}, seed {seed}, is not finite at step {stop.step}.')
+          _log.warning('%s Its metrics are NaN.', self._failed[-1])
+          found = dict.fromkeys(ablation.metrics, math.nan)
+        else:
+          found = _final_values(folder, ablation.metrics)
+          if ablation.analysis is not None:
+            found |= self._analyse(folder)
         self._folders[label].append(folder)
         self._found[label].append(found)
       yield self._report()
@@ -221,19 +238,19 @@ class _Training:
     """Mean over the seeds that choose; infinite if a run is not finite."""
     found = []
     for seed in self._ablation.choose_seeds:
-      try:
-        folder = self._complete(label, seed, values, self._ablation.choose_split)
-      except nonfinite.NonFiniteStop as stop:
+      folder, stop = self._complete(label, seed, values, self._ablation.choose_split)
+      if stop:
         _log.warning('%s: not finite at step %d, so not chosen.', label, stop.step)
         return math.inf
-      found.append(_final_values(folder, [NLL])[NLL])
+      # With the names to be reported, so that a wrong one is found in the first run.
+      found.append(_final_values(folder, [NLL, *self._ablation.metrics])[NLL])
     mean = statistics.fmean(found)
     return mean if math.isfinite(mean) else math.inf
 
   def _complete(
     self, label: str, seed: int, values: Mapping[str, Any], split: str, *bindings: str
-  ) -> Path:
-    """The folder of a run of a cell, trained."""
+  ) -> tuple[Path, nonfinite.NonFiniteStop | None]:
+    """The folder of a run of a cell, trained, and what stopped it if a step was not finite."""
     self._finished += 1
     words = ', '.join([label, *(f'{k} {v}' for k, v in values.items()), f'seed {seed}'])
     _log.info('=== run %d of %d: %s', self._finished, self._total, words)
@@ -245,10 +262,14 @@ class _Training:
       for file in (_ANALYSIS, analyses.NLL_FILE):
         (folder / file).unlink(missing_ok=True)
 
-    trainings.complete(run, folder, forget_analysis)
+    stopped = None
+    try:
+      trainings.complete(run, folder, forget_analysis)
+    except nonfinite.NonFiniteStop as stop:
+      stopped = stop
     if label not in self._counts:
       self._counts[label] = trainings.configured_model()[1]
-    return folder
+    return folder, stopped
 
   def _report(self) -> reporting.Report:
     ablation = self._ablation
@@ -266,6 +287,7 @@ class _Training:
       notes=[
         'extra: parameters beyond the deterministic head. Parameters are counted without the '
         'padding of the classes.',
+        *self._failed,
       ],
       draw=lambda: trainings.draw_curves(first, f'Training loss and temperature, seed {seeds[0]}.'),
       configs={label: (folder / 'config.gin').read_text() for label, folder in first.items()},
@@ -280,13 +302,14 @@ class _Training:
 
   def _row(self, label: str) -> dict[str, Any]:
     runs, against = self._found[label], self._found[self._ablation.first]
-    values = {name: [run[name] for run in runs] for name in runs[0]}
+    names = dict.fromkeys(name for run in (*runs, *against) for name in run)
+    values = {name: [run.get(name, math.nan) for run in runs] for name in names}
     means = {name: comparison.group_mean(of_name) for name, of_name in values.items()}
     row = {'head': label} | {name: mean for name, (mean, _) in means.items()}
     row['stderr'] = {name: stderr for name, (_, stderr) in means.items()}
     if runs is not against:
       row['p'] = {
-        name: comparison.welch_p(of_name, [run[name] for run in against])
+        name: comparison.welch_p(of_name, [run.get(name, math.nan) for run in against])
         for name, of_name in values.items()
       }
     counts = self._counts[label]

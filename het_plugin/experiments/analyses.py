@@ -1,6 +1,7 @@
 """Analyses of trained runs for `Ablation.analysis`: folder of a run -> {name: value}."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from het_plugin import runs
 from het_plugin.evaluation import class_covariance
 from het_plugin.integrate import GaussianLogits, example_keys, shared_key
 from het_plugin.runs.per_example import Columns
+
+_log = logging.getLogger(__name__)
 
 NLL_FILE = 'nll.npz'
 _HELD_OUT = 'NLL, tau of held-out'
@@ -138,6 +141,8 @@ class ExampleNLL:
     scales = 2 ** (np.arange(-4, 5) / 4)
     tried, tau = nlls_of(self.choose_split, self.num_examples, run.model.train_integrator, *scales)
     best = float(scales[tried.mean(0, dtype=np.float64).argmin()])
+    if best in (scales[0], scales[-1]):
+      _log.warning('%s: the best tau, %g, is at an end of those tried.', run_dir, best * tau)
     found, _ = nlls_of(self.split, None, run.model.eval_integrator, 1.0, best)
     np.savez(run_dir / NLL_FILE, **{'NLL': found[:, 0], _HELD_OUT: found[:, 1]})
     return {

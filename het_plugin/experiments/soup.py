@@ -76,6 +76,8 @@ def soup(
       'of a run'
     )
   run = runs.open_run(checkpoint[0], *gin_settings)
+  for source in checkpoint[1:]:
+    _check_head(checkpoint[0], run.model.head, source, *gin_settings)
   task = dataset or run.task
   info = data.classification_info(task)
   run.model.validate(info)
@@ -158,3 +160,16 @@ def _write_run(folder: epath.Path, run: Any, params: PyTree, config: str, ema: b
     (folder / 'config.gin').write_text(config)
     if run.class_names:
       class_names.write(folder, run.class_names)
+
+
+def _check_head(first: str, head: Any, source: str, *gin_settings: Sequence[str]) -> None:
+  """Raises ValueError if parameters mean something else in the head of another candidate."""
+  other = runs.configuration(source, *gin_settings).argument('model').head
+  names = [field.name for field in dataclasses.fields(head) if field.name not in ('parent', 'name')]
+  differ = [name for name in names if getattr(head, name) != getattr(other, name, None)]
+  if type(head) is not type(other) or differ:
+    which = ', '.join(differ) or 'head'
+    raise ValueError(
+      f'{source} and {first} differ in {type(head).__name__}.{which}: one configuration evaluates '
+      'all candidates of a soup, so their heads must be the same'
+    )

@@ -112,7 +112,8 @@ class Rows:
   def meaning(self) -> dict[str, Any]:
     """What rows of one model must have in common; None for what they do not say."""
     of_model = {name: self.provenance.get(name) for name in ('checkpoint', 'layer')}
-    return {'D': self.features.shape[1], **of_model, 'classes': self.class_names}
+    dim = self.features.shape[1] if 'features' in self.columns else None
+    return {'D': dim, **of_model, 'classes': self.class_names}
 
   def take(self, which: slice | np.ndarray) -> 'Rows':
     """Some of the examples."""
@@ -210,7 +211,7 @@ def layer_of(column: str) -> str:
 
 
 def check_pair(sources: Sequence[str], meanings: Sequence[Mapping[str, Any]]) -> None:
-  """Raises ValueError if features or labels mean something else in the second of two sources.
+  """Raises ValueError if columns or labels mean something else in the second of two sources.
 
   `meanings` are `Rows.meaning` of both. What one of the two does not say is not compared.
   """
@@ -221,8 +222,8 @@ def check_pair(sources: Sequence[str], meanings: Sequence[Mapping[str, Any]]) ->
       continue
     if name != 'classes':
       raise ValueError(
-        f'{other} has {name} {theirs} and {first} {name} {ours}: the features of both must be of '
-        'the same model and layer'
+        f'{other} has {name} {theirs} and {first} {name} {ours}: both must be of the same model '
+        'and layer'
       )
     both = enumerate(itertools.zip_longest(ours, theirs))
     label, (ours, theirs) = next((k, names) for k, names in both if names[0] != names[1])

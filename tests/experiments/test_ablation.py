@@ -14,6 +14,7 @@ import gin
 from het_plugin.config import registry
 from het_plugin.experiments import trainings
 from het_plugin.experiments.ablation import Ablation
+from het_plugin.experiments.analyses import ExampleNLL
 from het_plugin.experiments.study import Request
 from het_plugin.models.classification import ParamCounts
 from het_plugin.training import nonfinite
@@ -34,6 +35,8 @@ def trained(monkeypatch):
       gin.query_parameter(f'%{name}') for name in ('LEARNING_RATE', 'RANDOM_SEED', 'EVAL_SPLIT')
     )
     calls.append((folder.name, rate, seed, split))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / 'config.gin').write_text(gin.config_str())
     if rate == 1.0:
       raise nonfinite.NonFiniteStop(3)
     tau = dict(gin.get_bindings('FixedTemperature')).get('tau', 2.0 + seed / 8)
@@ -41,9 +44,7 @@ def trained(monkeypatch):
     last = {'nll': nll, 'tau': tau}
     line = {'step': 4, 'train/loss': nll, 'train/tau': tau, 'zeroshot/x/top1': 0.5}
     line |= {f'training_eval/digits/{name}': value for name, value in last.items()}
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / 'metrics.jsonl').write_text(json.dumps(line) + '\n')
-    (folder / 'config.gin').write_text(gin.config_str())
 
   monkeypatch.setattr(trainings, 'complete', complete)
   monkeypatch.setattr(trainings, 'configured_model', lambda: (None, ParamCounts(5, 3, 1)))
@@ -167,6 +168,8 @@ def test_bindings_of_the_command_line_win(tmp_path, trained):
   [
     ({'cells': {'DET': 'det.gin'}}, "'DET' .*'det.gin'"),
     ({'cells': {'a b': (), 'a/b': ()}}, 'cells.* a b, a/b '),
+    ({'cells': {'DET': (), '..': ()}}, "'..' names no folder"),
+    ({'analysis': ExampleNLL('test')}, "ExampleNLL.split='test' .*report_split='validation"),
     ({'seeds': (0, 100)}, r'choose_seeds .*\[100\]'),
     ({'measured': {'DET': {'x': ('learned', 'tau')}}}, "measured.*'DET' .*'learned'"),
     ({'measured': {'learned': {'x': ('DET', 'top')}}}, "'learned' needs 'top', .*metrics=\\('nll'"),
@@ -177,9 +180,23 @@ def test_settings_that_contradict_each_other(settings, message):
     ablation(**settings)
 
 
+def test_a_run_that_is_not_finite_is_reported_and_ends_no_other(tmp_path, trained):
+  cells = {'DET': (HEAD('det'),), 'diverges': (HEAD('det'), 'LEARNING_RATE = 1.0')}
+  study = ablation(cells=cells, seeds=(0, 1), analysis=lambda folder: {'depth': 1.0})
+  det, diverges = last_report(study, tmp_path).rows
+  assert det['depth'] == 1.0 and math.isfinite(det['nll']) and len(trained) == 4
+  assert all(math.isnan(diverges[name]) for name in ('nll', 'tau', 'depth'))
+  assert 'diverges, seed 1, is not finite at step 3.' in last_report(study, tmp_path).text()
+  with pytest.raises(ValueError, match='FixedTemperature.tau that is not finite. diverges, seed 0'):
+    cells = {'diverges': cells['diverges'], 'DET': cells['DET']}
+    measured = {'DET': {'FixedTemperature.tau': ('diverges', 'tau')}}
+    last_report(ablation(cells=cells, measured=measured), tmp_path)
+
+
 def test_unknown_metrics_and_cells(tmp_path, trained):
   with pytest.raises(ValueError, match="'top2'.* nll, step, tau"):
-    last_report(ablation(metrics=('top2',)), tmp_path)
+    last_report(ablation(metrics=('top2',), choose={'LEARNING_RATE': (0.003, 0.01)}), tmp_path)
+  assert len(trained) == 1
   with pytest.raises(ValueError, match="cells .*'HET'.* DET, learned"):
     last_report(ablation(), tmp_path, cells=['HET'])
   study = ablation(measured={'learned': {'x': ('DET', 'tau')}})

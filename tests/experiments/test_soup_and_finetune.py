@@ -44,6 +44,12 @@ def test_a_soup_is_a_run_whose_parameters_are_the_mean(digits_run, run_main, tmp
   np.testing.assert_array_equal(opened['head']['kernel'], mean['head/kernel'])
   message = run_main(select, 'soup', f'--checkpoint={run}', f'--output_dir={tmp_path}', code=2)
   assert f'{tmp_path}/greedy ' in message and '--output_dir' in message
+  other = shutil.copytree(run, tmp_path / 'other')
+  config = other / 'config.gin'
+  config.write_text(f'{config.read_text()}\nHetXL.temperature = @FixedTemperature()\n')
+  files = f'--checkpoint={run},{other}', f'--output_dir={tmp_path / "soup"}'
+  assert 'other and ' in (message := run_main(select, 'soup', *files, code=2))
+  assert 'differ in HetXL.temperature' in message
 
 
 def test_every_combination_of_a_sweep():
