@@ -7,8 +7,9 @@ A signal, or an exit code above 128 that stands for a signal (134: the process l
 stuck), restarts it at most --max_failures times. Any other code ends the supervisor with that code.
 
 The folder receives the output of the command, `supervisor.log`, and `supervisor.json` with pid,
-restarts, failures and exit_code. exit_code is null while the command runs; failures count as
-restarts too. Only one supervisor at a time may use a folder.
+restarts, failures and exit_code. exit_code is null while the command runs, and 2 if it cannot be
+started; failures count as restarts too. Only one supervisor at a time may use a folder: it locks
+supervisor.json.
 
 SIGTERM and Ctrl-C are passed on to the command, so that it saves, and the supervisor ends with the
 command's code. A second signal, or --grace_seconds without an end, kills the command. Child
@@ -67,7 +68,11 @@ def supervise(
 
     while True:
       write(None)
-      code = group.run()
+      try:
+        code = group.run()
+      except OSError:
+        write(processes.WRONG)
+        raise
       if code == processes.PREEMPTED and not group.stopping and preemptions < max_restarts:
         preemptions += 1
         why = f'preempted: restart {preemptions} of {max_restarts}'

@@ -34,6 +34,9 @@ wrong() { printf 'Error: %s\n' "$*" >&2; exit 2; }
 SCRATCH="$(mktemp -d)"
 trap 'rm -rf "$SCRATCH"' EXIT
 REMOTE=het_plugin # the checkout, in the home folder of each host
+GONE='no supervisor runs'
+# Prints supervisor.json, and $GONE first if no supervisor has locked it.
+LOOK="flock --nonblock $REMOTE/run/supervisor.json echo '$GONE'; cat $REMOTE/run/supervisor.json"
 NAME='' ZONE='' PROJECT='' TOPOLOGY='' MODEL_DIR='' INTO=''
 NUM_SLICES=1 MAX_ATTEMPTS=100 POLL_SECONDS=60 SPOT=false DRY_RUN=false
 TRAIN_ARGUMENTS=()
@@ -209,22 +212,26 @@ start() {
 -- .venv/bin/python -m het_plugin.train $arguments > run.out 2>&1 < /dev/null & sleep 5; cat run.out"
 }
 
-# Prints the first host's exit code of training, 'running', or 'unreachable'. A host that lost its peers ends with a signal's
-# code; then that of the host which failed first counts.
+# Prints the first host's exit code of training, 'running', or 'unreachable'. If its supervisor was killed, the code is that of
+# SIGKILL. A host that lost its peers ends with a signal's code; then that of the host which failed first counts.
 training_state() {
   local out code
-  if ! out="$(on_first_host "cat $REMOTE/run/supervisor.json" 2>/dev/null)"; then
+  if ! out="$(on_first_host "$LOOK" 2>/dev/null)"; then
     echo unreachable
+    return
   elif [[ "$out" =~ \"exit_code\":\ ([0-9]+) ]]; then
     code="${BASH_REMATCH[1]}"
-    if ((code > 128)); then
-      out="$(on_all_hosts "cat $REMOTE/run/supervisor.json" 2>/dev/null)" || true
-      if [[ "$out" =~ \"exit_code\":\ ([123])[^0-9] ]]; then code="${BASH_REMATCH[1]}"; fi
-    fi
-    echo "$code"
+  elif [[ "$out" == *"$GONE"* ]]; then
+    code=137
   else
     echo running
+    return
   fi
+  if ((code > 128)); then
+    out="$(on_all_hosts "cat $REMOTE/run/supervisor.json" 2>/dev/null)" || true
+    if [[ "$out" =~ \"exit_code\":\ ([123])[^0-9] ]]; then code="${BASH_REMATCH[1]}"; fi
+  fi
+  echo "$code"
 }
 
 # Waits for the end of training. Prints its exit code, or 'preempted' if the queued resource is no longer active.
@@ -258,7 +265,7 @@ run() {
       continue
     fi
     if $DRY_RUN; then
-      on_first_host "cat $REMOTE/run/supervisor.json"
+      on_first_host "$LOOK"
       return
     fi
     say "attempt $attempt: training; Ctrl-C ends only the waiting"
@@ -280,14 +287,14 @@ run() {
 status() {
   if $DRY_RUN; then
     queued describe "$NAME" '--format=value(state.state)'
-    on_first_host "cat $REMOTE/run/supervisor.json; tail -n 20 $REMOTE/run/supervisor.log"
+    on_first_host "$LOOK; tail -n 20 $REMOTE/run/supervisor.log"
     return
   fi
   local state
   state="$(resource_state)" || exit 1
   echo "$NAME: $state"
   if [[ "$state" == ACTIVE ]]; then
-    on_first_host "cat $REMOTE/run/supervisor.json; echo; tail -n 20 $REMOTE/run/supervisor.log" || echo 'training was not started'
+    on_first_host "$LOOK; echo; tail -n 20 $REMOTE/run/supervisor.log" || echo 'training was not started'
   fi
 }
 

@@ -64,6 +64,12 @@ def test_other_codes_do_not_start_again(tmp_path):
   assert supervise.read_state(tmp_path).items() >= expected.items()
 
 
+def test_a_command_that_cannot_be_started_has_a_code(tmp_path):
+  command = [sys.executable, '-m', 'launch.supervise', f'--folder={tmp_path}', '--', '/no/such']
+  assert subprocess.run(command, cwd=ROOT).returncode == 2
+  assert supervise.read_state(tmp_path)['exit_code'] == 2
+
+
 def test_sigterm_lets_the_command_save_and_does_not_start_it_again(tmp_path):
   process = start(tmp_path, PATIENT)
   wait_for(lambda: 'ready' in log(tmp_path))

@@ -5,9 +5,13 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from launch import supervise
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / 'launch' / 'tpu_vm.sh'
@@ -17,7 +21,8 @@ RUN = ['run', *WHERE, '--topology=v5e:4x4', '--model_dir=gs://b/x', '--poll_seco
 
 # `state` lists the states that describe returns, one per line; the last one stays. `codes` lists
 # the exit codes that the first host reports, in the same way: '-' for a run that goes on, 'gone' if
-# the host does not answer. `fail` lists words of commands that fail once each.
+# the host does not answer, 'here' if this machine is the host. `fail` lists words of commands that
+# fail once each.
 FAKE_GCLOUD = """#!/bin/bash
 cd {folder}
 printf '%q ' "$@" >> calls; echo >> calls
@@ -36,6 +41,10 @@ case "$*" in
   *'cat het_plugin/run/supervisor.json'*)
     code=$(next codes)
     [[ $code == gone ]] && exit 255
+    if [[ $code == here ]]; then
+      for word; do [[ $word == --command=* ]] && eval "${{word#--command=}}"; done
+      exit 0
+    fi
     [[ $code == - ]] && code=null
     echo "{{\\"pid\\": 1, \\"end_with\\": null, \\"restarts\\": 0, \\"exit_code\\": $code}}" ;;
 esac
@@ -140,6 +149,21 @@ def test_a_run_that_was_preempted_or_killed_starts_again_and_another_failure_doe
     assert cloud.verbs.count('start') == 1
   result = cloud.script(*RUN, '--max_attempts=2', *TRAIN, codes=['42'])
   assert result.returncode == 1 and 'preempted or failed 2 times' in result.stderr
+  assert cloud.verbs.count('start') == 2
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='the hosts of TPUs have Linux')
+def test_a_run_whose_supervisor_was_killed_starts_again(cloud):
+  run = cloud.folder / 'het_plugin' / 'run'
+  command = [sys.executable, '-m', 'launch.supervise', f'--folder={run}', '--', 'sleep', '60']
+  supervisor = subprocess.Popen(command, cwd=ROOT)
+  wait_for(lambda: supervise.read_state(run))
+  cloud.script(*RUN, *TRAIN, codes=['here', '0'])
+  assert cloud.verbs.count('look') == 2 and cloud.verbs.count('start') == 1
+  supervisor.kill()
+  supervisor.wait()
+  result = cloud.script(*RUN, *TRAIN, codes=['here', 'here', '0'])
+  assert result.returncode == 0 and 'exit code 137; resuming' in result.stderr
   assert cloud.verbs.count('start') == 2
 
 
