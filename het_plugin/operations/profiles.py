@@ -80,6 +80,8 @@ class Profiler:
     steps = run.profile_steps
     if steps is not None and not 1 <= steps[0] <= steps[1]:
       raise ValueError(f'profile_steps={steps} must be (first, last) with 1 <= first <= last.')
+    if steps is not None and steps[0] > run.total_steps:
+      raise ValueError(f'profile_steps={steps} begin after the last step, {run.total_steps}.')
     self._folder = run.model_dir / 'profile' / 'plugins' / 'profile'
     self._request = run.model_dir / REQUEST
     self._recorder = recorder

@@ -58,6 +58,12 @@ def test_ranges(tmp_path):
   assert profiler._recorder.now().seconds['actions'] > 0
 
 
+def test_steps_after_the_last_are_refused(tmp_path):
+  make(tmp_path, (1000, 1005))
+  with pytest.raises(ValueError, match='begin after the last step, 1000'):
+    make(tmp_path, (1001, 1005))
+
+
 def test_training_goes_on_without_a_trace_that_fails(tmp_path, caplog):
   profiler = make(tmp_path, (1, 2))
   jax.profiler.start_trace(tmp_path / 'another')
