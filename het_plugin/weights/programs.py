@@ -130,7 +130,8 @@ def write(program: Program, folder: str, kind: str) -> dict[str, Any]:
 def _replacing_folder(folder: Path) -> Generator[Path]:
   """Yields a new folder that takes the place of another one when it is complete."""
   unfinished, old = (folder.with_name(f'.{x}.{folder.name}') for x in ('unfinished', 'old'))
-  shutil.rmtree(unfinished, ignore_errors=True)
+  for left in unfinished, old:  # by an export that was killed
+    shutil.rmtree(left, ignore_errors=True)
   unfinished.mkdir(parents=True)
   try:
     yield unfinished
