@@ -207,6 +207,10 @@ def test_what_cannot_be_exported(digits_run, features_run, run_main, tmp_path, m
   assert 'must be a local folder' in run_main(
     export, run, '--output=gs://a/b', '--format=onnx', code=2
   )
+  for folder in ('.', f'{tmp_path}/..'):
+    assert 'must end in the name of a folder' in run_main(
+      export, run, f'--output={folder}', '--format=onnx', code=2
+    )
   found = programs.importlib.util.find_spec
   monkeypatch.setattr(
     programs.importlib.util, 'find_spec', lambda name: None if 'onnx' in name else found(name)

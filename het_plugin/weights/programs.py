@@ -89,6 +89,8 @@ def check(folder: str, kind: str) -> None:
   if '://' in folder:
     raise ValueError(f'output={folder} must be a local folder: a program is moved into its place')
   path = Path(folder)
+  if path.name in ('', '..'):
+    raise ValueError(f'output={folder} must end in the name of a folder, which is replaced')
   found = {x.name for x in path.iterdir()} if path.is_dir() else set()
   is_program = METADATA in found and found <= _OURS
   if (path.exists() or path.is_symlink()) and not (path.is_dir() and (is_program or not found)):
