@@ -77,8 +77,11 @@ def make_jobs(
   if not gin_files:
     raise ValueError('no --gin_file is given: training needs at least one')
   bound = [split_binding(binding)[0] for binding in gin_bindings]
-  axes = [(HEAD, list(heads))] if heads else []
-  axes += [flag_values.parse_sweep(sweep) for sweep in sweeps]
+  axes = [flag_values.parse_sweep(sweep) for sweep in sweeps]
+  if HEAD in dict(axes):
+    raise ValueError(f'--sweep={HEAD}=... is no sweep of gin: use --heads')
+  if heads:
+    axes.insert(0, (HEAD, list(heads)))
   names = [name for name, _ in axes]
   for name in (*bound, *names):
     if name == MODEL_DIR:

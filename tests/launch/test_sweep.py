@@ -71,6 +71,7 @@ def test_values_arrive_in_gin_with_their_types():
   [
     ({'sweeps': ['RANDOM_SEED']}, '--sweep=RANDOM_SEED .*NAME=VALUE'),
     ({'sweeps': ['dtype=bfloat16']}, 'dtype=bfloat16'),
+    ({'sweeps': ['head=1,2']}, 'use --heads'),
     ({'sweeps': ['x=1'], 'gin_bindings': ['x = 2']}, '--sweep=x='),
     ({'sweeps': ["x='a+b','a b','a_b'"]}, 'two swept values'),
   ],
