@@ -24,7 +24,9 @@ def headline(found: Found) -> str:
   """One sentence: the state, the step, the time left."""
   parts = [f'{found["state"]}: step {found["step"]:,}']
   if found['total_steps'] is not None:
-    parts[0] += f' of {found["total_steps"]:,} ({found["percent"]:.0f}%)'
+    parts[0] += f' of {found["total_steps"]:,}'
+  if found['percent'] is not None:
+    parts[0] += f' ({found["percent"]:.0f}%)'
   if found['eta_seconds'] is not None:
     parts.append(f'about {goodput.duration(found["eta_seconds"])} left')
   if found['state'] != run_status.STALE and found['seconds_since_sign_of_life'] is not None:

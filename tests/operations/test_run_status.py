@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from het_plugin.operations import run_status
+from het_plugin.operations import run_status, status_report
 
 NOW = 2_000_000_000.0
 
@@ -66,6 +66,11 @@ def test_running(tmp_path):
   assert facts['seconds_per_step'] == 100 / 200  # steps, data and evaluations
   assert facts['eta_seconds'] == 50.0
   assert facts['problems'] == []
+
+
+def test_a_run_of_no_steps(tmp_path):
+  facts_of(tmp_path, state='done', total_steps=0, start_step=0, step=0)
+  assert status_report.headline(read(tmp_path)).startswith('done: step 0 of 0, last sign')
 
 
 def test_starting(tmp_path):
