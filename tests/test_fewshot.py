@@ -1,12 +1,13 @@
 """`python -m het_plugin.fewshot`: files and checkpoints in, tables, JSON and a page out."""
 
 import json
+import types
 
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from het_plugin import fewshot
+from het_plugin import fewshot, runs
 from het_plugin.measures import few_shot
 
 
@@ -195,6 +196,13 @@ def test_checkpoints_on_data_sets(digits_run, run_main, tmp_path):
 )
 def test_wrong_flags_are_one_sentence(flags, message, run_main):
   assert message in run_main(fewshot, *flags, code=2)
+
+
+def test_a_data_set_that_is_unknown_is_found_before_a_run_is_opened(run_main, monkeypatch):
+  config = types.SimpleNamespace(bindings=lambda _: {})  # cannot be opened
+  monkeypatch.setattr(runs, 'configuration', lambda *_: config)
+  error = run_main(fewshot, '--checkpoint=run', '--datasets=digits,bird', code=2)
+  assert "--datasets=bird: mixture_or_task_name is 'bird'" in error
 
 
 @pytest.mark.slow

@@ -70,6 +70,10 @@ def choose(
   chosen = []
   for text in texts:
     name, task = named_task(text)
+    try:
+      data.classification_info(task)
+    except ValueError as error:
+      raise ValueError(f'--datasets={text}: {error}') from error
     chosen.append(FewShotDataset(name, task, *(splits or ('train', default_split(task)))))
   check_names(chosen, '--datasets')
   return chosen
@@ -124,9 +128,9 @@ def from_checkpoints(
   results = {}
   for name, checkpoint in zip(choose_names(names, checkpoints), checkpoints, strict=True):
     config = runs.configuration(checkpoint, *gin_settings)
-    run = config.open()
     chosen = choose(datasets, splits, config.bindings('FewShotAction').get('datasets'))
     fewshot.check_settings((1,), settings['seeds'], settings['protocol'].l2, len(chosen))
+    run = config.open()
     for dataset in chosen:
       check(run, dataset, batch_size)
     data = {}
