@@ -102,6 +102,13 @@ def test_rank_keeping_all_measures_the_proxy(runs, run, tmp_path):
   assert Image.open(tmp_path / 'rank.png').size == (880, 495)
 
 
+def test_rank_of_one_candidate_has_no_agreement(runs, run):
+  good = [files(runs, split, f'{split}.npz', ['good']) for split in ('train', 'test')]
+  text, found = run('rank', *good, '--shots=5', '--seeds=0')
+  assert found['agreement'] == {} and found['rows'][0]['few_shot']
+  assert 'Kendall' not in text and '--keep' not in text
+
+
 def test_rankme_and_its_bound(runs, run, tmp_path):
   png = tmp_path / 'spectra.png'
   _, found = run('rankme', files(runs, 'train', 'train.npz'), '--max_examples=40', f'--png={png}')

@@ -89,10 +89,14 @@ def rank(
   results = {i: _few_shot(train[i], test[i], shots=shots, seeds=seeds, l2=l2) for i in kept}
   # {shots: (proxies, accuracies)}
   points = {n: ([proxy[i] for i in kept], [results[i][n].mean for i in kept]) for n in shots}
-  agreements = {}
-  if len(kept) == len(names):
+  agreements, notes = {}, []
+  if len(kept) < len(names):
+    notes = [
+      f'few-shot accuracy of the best {len(kept)} of {len(names)}; --keep=all measures the proxy'
+    ]
+  elif len(names) > 1:
     agreements = {n: rank_agreement(*xy) for n, xy in points.items()}
-  notes = [
+  notes += [
     f"{n} shots: Kendall's tau "
     + ('undefined' if found['kendall_tau'] is None else f'{found["kendall_tau"]:.3f}')
     + f'; regret of keeping the best 1, 2, ...: {", ".join(f"{x:.3f}" for x in found["regret"])}'
@@ -113,10 +117,7 @@ def rank(
       }
       for i in order
     ],
-    notes=notes
-    or [
-      f'few-shot accuracy of the best {len(kept)} of {len(names)}; --keep=all measures the proxy'
-    ],
+    notes=notes,
     draw=lambda: _figure(
       reporting.scatter_png(
         {f'{n} shot{"s" * (n > 1)}': xy for n, xy in points.items()},
