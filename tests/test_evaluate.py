@@ -87,6 +87,18 @@ def test_a_file_with_the_labels_of_several_people(tmp_path, run_main):
   assert 'labels of several people' in printed
 
 
+def test_the_notes_explain_the_columns_that_are_shown(tmp_path, run_main):
+  label = np.arange(20) % 2
+  for name, prob in (
+    ('right', 0.1 + 0.8 * np.eye(2)[label]),
+    ('half', np.tile([0.9, 0.1], (20, 1))),
+  ):
+    np.savez(tmp_path / f'{name}.npz', prob=prob, label=label)
+    printed = run_main(evaluate, f'--predictions={tmp_path}/{name}.npz')
+    assert printed.count('AUROC errors') == (0 if name == 'right' else 2)
+    assert 'entropy: of the predictive' in printed and 'MI' not in printed
+
+
 def test_a_bounded_choice_of_a_file_is_not_its_first_rows(tmp_path, run_main):
   file, out = tmp_path / 'p.npz', tmp_path / 'out.json'
   np.savez(file, prob=np.tile([0.8, 0.1, 0.1], (60, 1)), label=np.arange(60) // 20)

@@ -16,6 +16,17 @@ _SHOWN = (
   *('num_classes', 'mesh', 'nll', 'ece', 'adaptive_ece', 'brier', 'ranking_ap', 'aurc', 'e_aurc'),
   *('auroc_errors', 'entropy', 'mutual_information', 'num_samples'),
 )
+_MEANINGS = {  # of the columns, as the notes explain them
+  'nll': 'NLL: nats per example',
+  'precision_at_1': 'prec@k: the label is among the k most probable classes',
+  'ece': 'ECE: 15 bins',
+  'aurc': 'AURC: mean error rate over all coverages',
+  'e_aurc': 'E-AURC: AURC minus the AURC of the best possible order',
+  'auroc_errors': 'AUROC errors: how well the confidence separates wrong predictions from right '
+  'ones',
+  'entropy': 'entropy: of the predictive distribution, in nats',
+  'mutual_information': 'MI: the part of the entropy that comes from the noise of the head',
+}
 _SCORE_TITLES = {
   'max_prob': 'max. probability',
   'entropy': 'entropy',
@@ -100,10 +111,12 @@ def make_report(evaluations: Sequence[Evaluation]) -> reporting.Report:
   """Compares all evaluations with the first, on the same examples."""
   rows = [evaluation.row(evaluations[0]) for evaluation in evaluations]
   where = '{dataset}, split {split}'.format(**rows[0]) if 'dataset' in rows[0] else 'a file'
+  shown = [_shown(row) for row in rows]
+  meanings = [
+    text for name, text in _MEANINGS.items() if any(row.get(name) is not None for row in shown)
+  ]
   notes = [
-    'NLL: nats per example; prec@k: the label is among the k most probable classes; ECE: 15 bins; '
-    'AURC: mean error rate over all coverages; E-AURC: AURC minus the AURC of the best possible '
-    'order; AUROC errors: how well the confidence separates wrong predictions from right ones.',
+    f'{"; ".join(meanings)}.',
     '± is a standard error over the examples; differences to the first row are paired by example.',
   ]
   if any('disagreement_correlation' in row.get('agreement', {}) for row in rows):
@@ -123,7 +136,7 @@ def make_report(evaluations: Sequence[Evaluation]) -> reporting.Report:
   return reporting.Report(
     title='Predictive uncertainty',
     introduction=f'{rows[0]["num_examples"]:,} examples of {where}.',
-    rows=[_shown(row) for row in rows],
+    rows=shown,
     row_title='checkpoint',
     notes=notes + [f'{r["name"]}: {r["no_covariance"]}' for r in rows if 'no_covariance' in r],
     draw=lambda: _plots(evaluations, rows),
