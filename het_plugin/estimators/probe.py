@@ -185,12 +185,16 @@ def probe(
   if test is None:
     where = f'{settings.folds} folds of {train}'
     num_fitted -= num_fitted // settings.folds
+  differences = (
+    f'differences to {baseline} are paired by example. extreme: share of the difference in NLL '
+    f'that the {EXTREME:.0%} of examples with the largest differences make. Near 1, the other '
+    'examples gain nothing.'
+  )
   notes = [
-    f'± is a standard error over examples; differences to {baseline} are paired by example. '
-    f'extreme: share of the difference in NLL that the {EXTREME:.0%} of examples with the largest '
-    'differences make. Near 1, the other examples gain nothing. ECE: 15 bins of equal width. '
-    'seconds: the fit of DET, from which the noise starts, counts once. price: the nats per '
-    'example that the parameters of the noise cost without regularisation, p / (2N).',
+    f'± is a standard error over examples{f"; {differences}" if len(rows) > 1 else "."} '
+    'ECE: 15 bins of equal width. seconds: the fit of DET, from which the noise starts, counts '
+    'once. price: the nats per example that the parameters of the noise cost without '
+    'regularisation, p / (2N).',
   ]
   notes += [
     f'{x.head}: {x.unfinished} of its fits have not converged; raise --max_iter.'
