@@ -193,7 +193,9 @@ class _Training:
           for k, (other, name) in ablation.measured.get(label, {}).items()
         }
         if wrong := [k for k, value in measured.items() if not math.isfinite(value)]:
-          raise ValueError(f'{label!r} needs a {wrong[0]} that is not finite. {self._failed[-1]}')
+          raise ValueError(
+            f'{label!r} needs a {wrong[0]} that is not finite. {" ".join(self._failed)}'
+          )
         bindings = [f'{k} = {value!r}' for k, value in measured.items()]
         values = self._chosen[label][0]
         folder, stop = self._complete(label, seed, values, ablation.report_split, *bindings)
