@@ -24,17 +24,19 @@ def search(what: str, request: Request, first: dict[str, Any]) -> dict[str, Any]
   print(f'\nLooking for the largest {what}:', flush=True)
   largest = largest_that_fits(what, first, compile_value)
   name = 'batch' if what == 'batch' else 'number of samples'
-  print(f'The largest {name} that fits: {largest}' if largest else f'No {name} fits.')
+  found = f'The largest {name} whose train step fits: {largest}'
+  print(found if largest else f'The train step fits with no {name}.')
   return {'what': what, 'largest': largest}
 
 
 def largest_that_fits(
   what: str, first: dict[str, Any], compile_fn: Callable[[int], dict[str, Any]]
 ) -> int | None:
-  """The largest batch or number of samples that fits, to within a sixteenth, at most `_LARGEST`.
+  """The largest batch or number of samples with which the train step fits; None if none does.
 
-  `first` is the plan of the unchanged configuration. `compile_fn` maps a value to its plan. Prints
-  a line per plan. A batch is a multiple of its shards times the microbatches. None if nothing fits.
+  Correct to within a sixteenth, and at most `_LARGEST`. `first` is the plan of the unchanged
+  configuration. `compile_fn` maps a value to the plan of its train step. Prints a line per plan. A
+  batch is a multiple of its shards times the microbatches.
   """
   shards = first['num_devices'] // first['mesh']['model']
   unit = shards * first['num_microbatches'] if what == 'batch' else 1
@@ -45,7 +47,7 @@ def largest_that_fits(
     print(report.line(plan), flush=True)
     return plan['fits']
 
-  largest, smallest_failing = (value, None) if first['fits'] else (0, value)
+  largest, smallest_failing = (value, None) if first['train']['fits'] else (0, value)
   while smallest_failing is None and 2 * largest <= _LARGEST[what]:
     if fits(2 * largest):
       largest *= 2

@@ -94,6 +94,7 @@ def test_grid(tmp_path, run_main):
 
 def fake_plan(batch, limit, num_microbatches=1):
   return {
+    'train': {'fits': batch <= limit},
     'batch_size': batch,
     'num_samples': batch,
     'num_devices': 8,
@@ -114,7 +115,8 @@ def test_search_finds_the_largest_that_fits(start, limit, pieces):
     tried.append(value)
     return fake_plan(value, limit)
 
-  found = search.largest_that_fits('batch', fake_plan(start, limit, pieces), compile_fn)
+  first = fake_plan(start, limit, pieces) | {'fits': False}  # because of the eval step
+  found = search.largest_that_fits('batch', first, compile_fn)
   if limit < 4:  # less than a row per shard
     assert found is None
   else:
