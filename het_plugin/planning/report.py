@@ -7,13 +7,14 @@ from het_plugin import reporting
 from het_plugin.planning.topology import GIB
 
 MIB = 2**20
-# Advice for each part of the memory.
+# Advice for each part of the memory of the train step, and for the eval step.
 _ADVICE = {
   'parameters': 'split them further: a larger model axis (--mesh), or gin/partitioning/fsdp.gin',
   'optimizer state': 'split it further: a larger model axis (--mesh), or gin/partitioning/fsdp.gin',
   'batch': 'a smaller BATCH_SIZE, or a larger data axis (--mesh)',
   'activations, gradients and samples': "Trainer.num_microbatches = 2 or more, vit.remat = 'full' "
   "(resnet.remat), vit.dtype = 'bfloat16', a smaller BATCH_SIZE, or a larger data axis (--mesh)",
+  'eval step': 'a smaller EVAL_BATCH_SIZE, or a larger data axis (--mesh)',
 }
 
 
@@ -48,19 +49,23 @@ def verdict(plan: Mapping[str, Any]) -> str:
   if plan['fits']:
     return f'It fits: the peak is {peak / GIB:.2f} of {hbm / GIB:.2f} GiB ({peak / hbm:.0%}).'
   lines = ['It does not fit' + (f': {peak / GIB:.2f} of {hbm / GIB:.2f} GiB.' if peak else '.')]
-  for step in ('train', 'eval'):
-    if message := plan.get(step, {}).get('compiler_message'):
+  failing = [step for step in ('train', 'eval') if step in plan and not plan[step]['fits']]
+  for step in failing:
+    if message := plan[step]['compiler_message']:
       first = ' '.join(line.strip() for line in message.strip().splitlines()[:3])
       lines.append(f'The compiler on the {step} step: {first}')
-  name = dominant(plan)
-  lines.append(f'The largest part: {name}. To reduce it: {_ADVICE[name]}.')
+  if 'train' in failing:
+    name = dominant(plan)
+    lines.append(f'The largest part: {name}. To reduce it: {_ADVICE[name]}.')
+  if 'eval' in failing:
+    lines.append(f'The eval step does not fit. To reduce it: {_ADVICE["eval step"]}.')
   return '\n'.join(lines)
 
 
 def dominant(plan: Mapping[str, Any]) -> str:
-  """The largest part of the memory."""
+  """The largest part of the memory of the train step."""
   held = dict(plan['bytes_per_device'])
-  if plan['peak_bytes_per_device'] is None:  # activations are what the compiler could not place
+  if plan['train']['peak_bytes'] is None:  # activations are what the compiler could not place
     used = sum(held.values())
     held['activations, gradients and samples'] = plan['hbm_bytes_per_device'] - used
   return max(held, key=held.get)
@@ -75,14 +80,14 @@ def line(plan: Mapping[str, Any]) -> str:
 
 
 def _memory(plan):
-  peak = plan['peak_bytes_per_device']
+  peak = plan['train']['peak_bytes']
   rows = [
     (name, f'{size / MIB:.1f}', f'{size / peak:.0%}' if peak else '')
     for name, size in plan['bytes_per_device'].items()
   ]
   if peak:
     rows.append(('peak', f'{peak / MIB:.1f}', f'{peak / plan["hbm_bytes_per_device"]:.0%} of HBM'))
-  return _table(('memory of a device', 'MiB', 'share'), rows)
+  return _table(('memory of a device in the train step', 'MiB', 'share'), rows)
 
 
 def _step(name, step):

@@ -125,8 +125,9 @@ def test_search_finds_the_largest_that_fits(start, limit, pieces):
   assert len(set(tried)) == len(tried) < 25
 
 
-def test_verdict_names_what_weighs_most_and_repeats_the_compiler():
-  plan = {
+def plan_that_does_not_fit():
+  message = 'RESOURCE_EXHAUSTED: Ran out of memory\nUsed 20.00G of 16.00G'
+  return {
     'fits': False,
     'hbm_bytes_per_device': 16 * 2**30,
     'peak_bytes_per_device': 20 * 2**30,
@@ -136,14 +137,27 @@ def test_verdict_names_what_weighs_most_and_repeats_the_compiler():
       'batch': 2**20,
       'activations, gradients and samples': 17 * 2**30,
     },
-    'train': {'compiler_message': 'RESOURCE_EXHAUSTED: Ran out of memory\nUsed 20.00G of 16.00G'},
+    'train': {'fits': False, 'peak_bytes': 20 * 2**30, 'compiler_message': message},
+    'eval': {'fits': True, 'peak_bytes': 2**30, 'compiler_message': None},
   }
+
+
+def test_verdict_names_what_weighs_most_and_repeats_the_compiler():
+  plan = plan_that_does_not_fit()
   text = report.verdict(plan)
   assert '20.00 of 16.00 GiB' in text
   assert 'Ran out of memory Used 20.00G of 16.00G' in text
-  assert 'activations' in text and 'num_microbatches' in text
+  assert 'activations' in text and 'num_microbatches' in text and 'EVAL_BATCH_SIZE' not in text
   sharded = dict(plan['bytes_per_device'], parameters=30 * 2**30)
   assert 'fsdp.gin' in report.verdict({**plan, 'bytes_per_device': sharded})
+
+
+def test_verdict_says_that_only_the_eval_step_is_too_large():
+  plan = plan_that_does_not_fit()
+  plan['train'], plan['eval'] = plan['eval'], plan['train']
+  text = report.verdict(plan)
+  assert 'The compiler on the eval step: ' in text and 'a smaller EVAL_BATCH_SIZE' in text
+  assert 'The largest part' not in text
 
 
 def test_the_time_of_a_step_is_that_of_its_parts_at_peak_rates():
