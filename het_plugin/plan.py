@@ -62,7 +62,13 @@ def main(argv: Sequence[str]) -> None:
     mesh = FLAGS.mesh and flag_values.integers('mesh', FLAGS.mesh, least=1, lengths=(2, 3))
     topology.check(FLAGS.topology, FLAGS.num_slices, mesh)
     configuration = map(list, command_line.gin_settings())
-    request = worker.Request(*configuration, FLAGS.topology, mesh, FLAGS.num_slices)
+    request = worker.Request(
+      *configuration,
+      FLAGS.topology,
+      mesh,
+      FLAGS.num_slices,
+      needs_samples=FLAGS.search == 'samples',
+    )
     of_other = ('search',) if FLAGS.grid else ('heads', 'batches', 'samples', 'png')
     for name in of_other:
       if FLAGS[name].present:

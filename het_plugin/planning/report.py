@@ -23,7 +23,7 @@ def text(plan: Mapping[str, Any]) -> str:
   mesh = ' x '.join(f'{name} {size}' for name, size in plan['mesh'].items())
   lines = [
     f'{plan["topology"]}: {plan["num_devices"]} devices ({plan["device_kind"]}), mesh {mesh}',
-    f'{plan["head"]}, batch {plan["batch_size"]}, S = {plan["num_samples"]}, '
+    f'{plan["head"]}, batch {plan["batch_size"]}, {_samples(plan)}, '
     f'{plan["num_params"] / 1e6:.1f}M parameters (with the padding of the classes)',
     '',
     _table(
@@ -76,7 +76,11 @@ def line(plan: Mapping[str, Any]) -> str:
   peak = plan['peak_bytes_per_device']
   used = f'{peak / GIB:.2f} GiB' if peak is not None else 'more'
   verb = 'fits' if plan['fits'] else 'does not fit'
-  return f'batch {plan["batch_size"]}, S = {plan["num_samples"]}: {used}, {verb}'
+  return f'batch {plan["batch_size"]}, {_samples(plan)}: {used}, {verb}'
+
+
+def _samples(plan):
+  return f'S = {plan["num_samples"]}' if plan['num_samples'] else 'no samples'
 
 
 def _memory(plan):

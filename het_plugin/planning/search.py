@@ -53,6 +53,8 @@ def largest_that_fits(
       largest *= 2
     else:
       smallest_failing = 2 * largest
+  if smallest_failing is None:
+    print(f'At least {largest}, where the search ends: more may fit.')
   while smallest_failing is not None and smallest_failing - largest > max(unit, largest // 16):
     middle = (largest + smallest_failing) // 2 // unit * unit
     if middle <= largest:

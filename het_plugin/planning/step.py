@@ -26,6 +26,7 @@ PyTree = Any
 _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 _USED = re.compile(r'[Uu]sed ([\d.]+)([KMGT])?i?B? of [\d.]+[KMGT]')
 _TEMPORARIES = re.compile(r'HLO temporaries \(([\d.]+)([KMGT])\)')
+_WITHOUT_NOISE = ('Det', 'ContrastiveDet', 'MixtureOfSoftmaxes')  # heads
 _DEFAULTS = 'het_plugin/gin/planning/defaults.gin'
 # gin copies the values of bindings, which devices do not allow, but not the values of references.
 _DEVICES: list[jax.Device] = []
@@ -55,6 +56,10 @@ def plan(request: Request) -> dict[str, Any]:
   place = topology.get(request.topology, request.num_slices)
   settings = configure(request, place)
   model, partitioner = settings['model'], settings['partitioner']
+  num_samples = _num_samples(model)
+  if request.needs_samples and num_samples is None:
+    head = type(getattr(model, 'head', model)).__name__
+    raise ValueError(f'--search=samples: the training loss of {head} draws no samples here')
   train_cfg = settings['train_dataset_cfg']
   eval_cfg = settings.get('train_eval_dataset_cfg') or train_cfg
   init_rng, trainer_rng = jax.random.split(jax.random.key(0))
@@ -78,7 +83,7 @@ def plan(request: Request) -> dict[str, Any]:
     'mesh': dict(partitioner.mesh.shape),
     'batch_size': train_cfg.batch_size,
     'num_microbatches': trainer.num_microbatches or 1,
-    'num_samples': getattr(getattr(model, 'train_integrator', None), 'num_samples', None),
+    'num_samples': num_samples,
     'head': type(model.head).__name__ if hasattr(model, 'head') else None,
     'hbm_bytes_per_device': place.hbm_bytes,
     'parameters': _parameter_groups(state.params, axes.params),
@@ -146,6 +151,16 @@ def _element_spec(cfg: data.DatasetConfig) -> dict[str, jax.ShapeDtypeStruct]:
       raise ValueError(f'{task}: a plan needs the file, for the width of its rows') from error
     channels = 3
   return data.element_spec(cfg, channels)
+
+
+def _num_samples(model: Any) -> int | None:
+  """S of the training loss; None if it draws nothing."""
+  head, integrator = getattr(model, 'head', None), getattr(model, 'train_integrator', None)
+  is_sigmoid = getattr(head, 'link', None) == 'sigmoid' and not getattr(head, 'get_logits', None)
+  is_exact = is_sigmoid and getattr(integrator, 'method', None) != 'sample'
+  if is_exact or type(head).__name__ in _WITHOUT_NOISE:
+    return None
+  return getattr(integrator, 'num_samples', None)
 
 
 def _measure(

@@ -27,7 +27,7 @@ class Request:
   """A request to compile steps of a run, 'train', 'eval' or both.
 
   `topology` is as in `topology.parse`, and `mesh` has (data, model) or (replica, data, model)
-  devices; None takes the configuration's.
+  devices; None takes the configuration's. `needs_samples` refuses a training loss without samples.
   """
 
   gin_files: Sequence[str]
@@ -37,6 +37,7 @@ class Request:
   mesh: Sequence[int] | None = None
   num_slices: int = 1
   steps: Sequence[str] = ('train', 'eval')
+  needs_samples: bool = False
 
   def for_train_step(
     self, batch: int | None = None, num_samples: int | None = None, head: str | None = None

@@ -125,6 +125,37 @@ def test_search_finds_the_largest_that_fits(start, limit, pieces):
   assert len(set(tried)) == len(tried) < 25
 
 
+def test_a_search_that_ends_says_that_more_may_fit(capsys):
+  found = search.largest_that_fits(
+    'samples', fake_plan(2**14, 2**20), lambda s: fake_plan(s, 2**20)
+  )
+  assert found == 2**16
+  assert 'At least 65536, where the search ends' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  'head, bindings, words',
+  [
+    ('det', [], 'the training loss of Det draws no samples'),
+    ('het_xl', [], 'it goes on'),
+    ('het_xl', ["HetXL.link = 'sigmoid'"], 'the training loss of HetXL draws no samples'),
+    ('het_xl', ["HetXL.link = 'sigmoid'", "Integrator.method = 'sample'"], 'it goes on'),
+  ],
+)
+def test_samples_are_searched_only_where_some_are_drawn(monkeypatch, head, bindings, words):
+  """A head without them is refused before anything is compiled."""
+
+  def goes_on(*_):
+    raise ValueError('it goes on')
+
+  monkeypatch.setattr(step.initial_state, 'init_fn', goes_on)
+  place = topology.Topology('cpu:8', jax.devices(), 2**34)
+  monkeypatch.setattr(topology, 'get', lambda *_: place)
+  files, bindings = [RUN[0], f'het_plugin/gin/heads/{head}.gin'], [*TINY, *bindings]
+  with pytest.raises(ValueError, match=words):
+    step.plan(request(gin_files=files, gin_bindings=bindings, needs_samples=True))
+
+
 def plan_that_does_not_fit():
   message = 'RESOURCE_EXHAUSTED: Ran out of memory\nUsed 20.00G of 16.00G'
   return {
