@@ -17,11 +17,10 @@ Exit codes: 0 the plan is made, whether or not it fits (`fits` in --json); 2 a s
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from absl import flags
 
-from het_plugin import reporting
+from het_plugin import reporting, weights
 from het_plugin.config import command_line, flag_values
 from het_plugin.planning import report, search, topology, worker
 
@@ -79,8 +78,6 @@ def main(argv: Sequence[str]) -> None:
       samples = flag_values.integers('samples', FLAGS.samples, least=1)
       result = search.grid(request, FLAGS.heads, batches, samples)
       print(search.grid_text(result))
-      if FLAGS.png:
-        Path(FLAGS.png).write_bytes(search.grid_png(result))
     else:
       print(
         'Compiling the train and eval steps: a minute for a small model, 6 to 15 for ViT-L/32 with '
@@ -93,6 +90,9 @@ def main(argv: Sequence[str]) -> None:
         result['search'] = search.search(FLAGS.search, request, result)
     if FLAGS.json:
       reporting.write_json(result, FLAGS.json)
+    if FLAGS.png:
+      with weights.replacing(FLAGS.png) as unfinished:
+        unfinished.write_bytes(search.grid_png(result))
 
 
 if __name__ == '__main__':

@@ -1,5 +1,6 @@
 """The largest batch or number of samples that fits, and grids of heads, batches and samples."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,10 +72,12 @@ def grid(
 ) -> list[dict[str, Any]]:
   """Compiles each head with each batch size and number of samples; a row and a line for each.
 
-  The deterministic head has one per batch size, with s = 0.
+  The deterministic head has one per batch size, with s = 0. A batch size that the devices do not
+  divide is an error before the first.
   """
   if unknown := [head for head in heads if head not in HEADS]:
     raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')
+  request = dataclasses.replace(request, heads=heads, batches=batches)
   rows = []
   for head in heads:
     for batch in batches:

@@ -17,7 +17,7 @@ from flax import traverse_util
 import gin
 from het_plugin import data
 from het_plugin.config import command_line, parsing, uses
-from het_plugin.planning import hlo, topology
+from het_plugin.planning import hlo, topology, worker
 from het_plugin.planning.worker import Request
 from het_plugin.training import exit_codes, flops, initial_state, train
 from het_plugin.training import step as step_lib
@@ -69,7 +69,8 @@ def plan(request: Request) -> dict[str, Any]:
   trainer = settings.get('trainer_cls', step_lib.Trainer)(
     model=model, partitioner=partitioner, train_state_axes=axes, rng=trainer_rng
   )
-  trainer.check_batch_size(train_cfg.batch_size)
+  for batch_size in (train_cfg.batch_size, *request.batches):
+    trainer.check_batch_size(batch_size)
   partitioner.check_batch_size(eval_cfg.batch_size)
 
   held = {
@@ -111,10 +112,13 @@ def plan(request: Request) -> dict[str, Any]:
 def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
   """The arguments of the gin-bound `train` for these devices, without actions and restores."""
   _DEVICES[:] = place.devices
-  parsing.parse_config(
-    [_DEFAULTS, *request.gin_files], request.gin_bindings, request.gin_search_paths
-  )
-  uses.check(request.gin_bindings, gin.config_str())
+  texts = []
+  for others in (*([worker.file_of_head(head)] for head in request.heads), []):  # the run's last
+    parsing.parse_config(
+      [_DEFAULTS, *request.gin_files, *others], request.gin_bindings, request.gin_search_paths
+    )
+    texts.append(gin.config_str())
+  uses.check(request.gin_bindings, *reversed(texts))
   changes = {
     'PjitPartitioner.devices': '@planned_devices()',
     'train.actions': 'None',

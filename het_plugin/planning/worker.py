@@ -28,6 +28,8 @@ class Request:
 
   `topology` is as in `topology.parse`, and `mesh` has (data, model) or (replica, data, model)
   devices; None takes the configuration's. `needs_samples` refuses a training loss without samples.
+  `heads` and `batches` are those of a grid: the run must allow each batch size, and one of the
+  heads must use what a binding sets.
   """
 
   gin_files: Sequence[str]
@@ -38,6 +40,8 @@ class Request:
   num_slices: int = 1
   steps: Sequence[str] = ('train', 'eval')
   needs_samples: bool = False
+  heads: Sequence[str] = ()
+  batches: Sequence[int] = ()
 
   def for_train_step(
     self, batch: int | None = None, num_samples: int | None = None, head: str | None = None
@@ -45,12 +49,16 @@ class Request:
     """The train step of the same run, optionally with another batch size, S or head."""
     files, bindings = [*self.gin_files], [*self.gin_bindings]
     if head is not None:
-      files.append(f'het_plugin/gin/heads/{head}.gin')
+      files.append(file_of_head(head))
     if batch is not None:
       bindings.append(f'BATCH_SIZE = {batch}')
     if num_samples is not None:
       bindings += [f'{name}/Integrator.num_samples = {num_samples}' for name in ('train', 'eval')]
     return dataclasses.replace(self, gin_files=files, gin_bindings=bindings, steps=('train',))
+
+
+def file_of_head(head: str) -> str:
+  return f'het_plugin/gin/heads/{head}.gin'
 
 
 def compile_in_process(request: Request) -> dict[str, Any]:

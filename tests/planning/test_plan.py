@@ -1,5 +1,6 @@
 """`python -m het_plugin.plan` as a user runs it, and its parts."""
 
+import dataclasses
 import json
 import sys
 
@@ -72,6 +73,43 @@ def test_a_plan_for_virtual_devices(tmp_path, run_main):
 def test_wrong_flags_are_one_sentence(run_main, flags, words):
   files = [f'--gin_file={file}' for file in RUN]
   assert words in run_main(main, *files, *flags, code=2)
+
+
+def test_a_grid_refuses_a_batch_that_does_not_divide_before_the_first(monkeypatch):
+  place = topology.Topology('cpu:8', jax.devices(), 2**34)
+  monkeypatch.setattr(topology, 'get', lambda *_: place)
+  monkeypatch.setattr(search, 'compile_in_process', step.plan)  # here, and it stops before that
+  asked = request(gin_files=RUN[:1], gin_bindings=TINY)
+  with pytest.raises(ValueError, match='batch_size=66 must be a positive multiple of 4'):
+    search.grid(asked, ['det'], [64, 66], [1])
+
+
+def test_a_setting_of_one_head_of_a_grid_is_used():
+  place = topology.Topology('cpu:8', jax.devices(), 2**34)
+  asked = request(gin_files=RUN[:1], gin_bindings=['HetXL.num_factors = 4'])
+  asked = asked.for_train_step(head='det')
+  with pytest.raises(ValueError, match='HetXL.num_factors = 4 is used by nothing'):
+    step.configure(asked, place)
+  settings = step.configure(dataclasses.replace(asked, heads=['het_xl', 'det']), place)
+  assert type(settings['model'].head).__name__ == 'Det'
+
+
+def test_the_numbers_of_a_grid_are_written_before_its_picture(tmp_path, run_main, monkeypatch):
+  row = {'head': 'det', 'b': 8, 's': 0, 'fits': True}
+  row |= {'peak_bytes_per_device': 2**30, 'flops_per_device': 1e12, 'hbm_bytes_per_device': 2**34}
+
+  def fails(_):
+    raise ValueError('no picture')
+
+  monkeypatch.setattr(search, 'grid', lambda *_: [row])
+  flags = [f'--gin_file={RUN[0]}', '--grid', f'--json={tmp_path / "grid.json"}']
+  flags.append(f'--png={tmp_path / "new" / "grid.png"}')
+  run_main(main, *flags)
+  assert (tmp_path / 'new' / 'grid.png').read_bytes().startswith(b'\x89PNG')
+  (tmp_path / 'grid.json').unlink()
+  monkeypatch.setattr(search, 'grid_png', fails)
+  assert 'no picture' in run_main(main, *flags, code=2)
+  assert json.loads((tmp_path / 'grid.json').read_text()) == [row]
 
 
 @pytest.mark.slow
