@@ -12,6 +12,8 @@ _BYTES = {'pred': 1, 's4': 0.5, 'u4': 0.5, 's8': 1, 'u8': 1, 's16': 2, 'u16': 2,
 _BYTES |= {'f16': 2, 's32': 4, 'u32': 4, 'f32': 4, 's64': 8, 'u64': 8, 'f64': 8, 'c64': 8}
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}', re.M | re.S)
 _COLLECTIVE = re.compile(rf'= (.*?) ({"|".join(KINDS)})(-start)?\(')
+_FUSED = 'async_collective_fusion_config'
+_CHANNEL = re.compile(r'channel_id=(\d+)')
 _SHAPE = re.compile(r'(\w+)\[([\d,]*)\]')
 _CALLED = re.compile(r'(?:body|calls|to_apply|branch_computations)=\{?((?:%?[\w.-]+(?:, )?)+)\}?')
 _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
@@ -37,20 +39,29 @@ def collectives(hlo: str) -> list[Collective]:
   """Collectives of a compiled program (`compiled.as_text()`), by kind in the order of `KINDS`.
 
   Where the compiler does not state how often a loop runs, as libtpu does not, the condition i < N
-  of jax's loops says so; a loop with another condition counts as one iteration.
+  of jax's loops says so; a loop with another condition counts as one iteration. libtpu repeats an
+  asynchronous collective, with its channel, in every fusion that overlaps with it: it counts once.
+  libtpu's computation all-reduce-scatter has an all-reduce, which is compiled as a reduce-scatter.
   """
   computations, entry = parse(hlo)
-  counts, sizes, loops = Counter(), Counter(), Counter()
+  counts, sizes, loops, started = Counter(), Counter(), Counter(), set()
   for name, times, in_loop in _visits(computations, entry, 1, False):
     for line in computations[name].splitlines():
       if (found := _COLLECTIVE.search(line)) is None:
         continue
       shape, kind, start = found.groups()
-      counts[kind] += times
+      if _FUSED in line and (channel := _CHANNEL.search(line)):
+        if (kind, channel[1]) in started:
+          continue
+        started.add((kind, channel[1]))
       if kind == 'reduce-scatter':
-        sizes[kind] += times * _operand_bytes(line, computations[name])
+        size = _operand_bytes(line, computations[name])
       else:
-        sizes[kind] += times * _result_bytes(shape, bool(start), kind)
+        size = _result_bytes(shape, bool(start), kind)
+      if kind == 'all-reduce' and name.startswith('all-reduce-scatter'):
+        kind = 'reduce-scatter'
+      counts[kind] += times
+      sizes[kind] += times * size
       loops[kind] += in_loop
   return [Collective(k, counts[k], int(sizes[k]), loops[k]) for k in KINDS if counts[k]]
 

@@ -97,3 +97,48 @@ ENTRY %main (p: f32[8,4]) -> f32[32,4] {
   )
   text = text.replace('all-gather', 'collective-permute')
   assert hlo.collectives(text) == [hlo.Collective('collective-permute', 1, 8 * 4 * 4, 0)]
+
+
+def test_libtpu_repeats_an_asynchronous_collective_in_what_overlaps_with_it():
+  gather = 'all-gather(%p), channel_id={}, backend_config={{"async_collective_fusion_config":{{}}}}'
+  text = """HloModule m
+
+%start (p: bf16[256,8]) -> bf16[2048,8] {
+  %p = bf16[256,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %g.1 = bf16[2048,8]{1,0:T(8,128)(2,1)} GATHER
+  ROOT %c = bf16[2048,8]{1,0} custom-call(%g.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.15 (p: bf16[256,8]) -> bf16[2048,8] {
+  %p = bf16[256,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %g.2 = bf16[2048,8]{1,0:T(8,128)(2,1)S(1)} GATHER
+  ROOT %c = bf16[2048,8]{1,0} custom-call(%g.2), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (p: bf16[256,8]) -> bf16[2048,8] {
+  %p = bf16[256,8]{1,0} parameter(0)
+  %s = bf16[2048,8]{1,0} fusion(%p), kind=kCustom, calls=%start
+  ROOT %d = bf16[2048,8]{1,0} fusion(%s), kind=kCustom, calls=%async_collective_fusion.15
+}
+"""
+  same = text.replace('GATHER', gather.format(3))
+  assert hlo.collectives(same) == [hlo.Collective('all-gather', 1, 2048 * 8 * 2, 0)]
+  others = text.replace('GATHER', gather.format(3), 1).replace('GATHER', gather.format(4))
+  assert hlo.collectives(others) == [hlo.Collective('all-gather', 2, 2 * 2048 * 8 * 2, 0)]
+
+
+def test_an_all_reduce_scatter_of_libtpu_is_a_reduce_scatter():
+  text = """HloModule m
+
+%all-reduce-scatter.1 (input: f32[2048,8]) -> f32[256,8] {
+  %input = f32[2048,8]{1,0:T(8,128)S(1)} parameter(0)
+  %all-reduce.4 = f32[2048,8]{1,0:T(8,128)} all-reduce(%input), channel_id=6, to_apply=%add
+  ROOT %slice = f32[256,8]{1,0:T(8,128)} dynamic-slice(%all-reduce.4, %i, %zero)
+}
+
+ENTRY %main (p: f32[2048,8]) -> f32[256,8] {
+  %p = f32[2048,8]{1,0} parameter(0)
+  ROOT %f = f32[256,8]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+  assert hlo.collectives(text) == [hlo.Collective('reduce-scatter', 1, 2048 * 8 * 4, 0)]
