@@ -103,9 +103,9 @@ def _step(name, step):
   if seconds := step['seconds']:
     ms = {name: f'{1e3 * x:.3g} ms' for name, x in seconds.items()}
     lines.append(
-      f'an estimate at the peak rates of the chip, which no program reaches: {ms["at_least"]}, or '
-      f'{ms["without_overlap"]} if nothing overlaps (compute {ms["compute"]}, memory '
-      f'{ms["memory"]}, collectives {ms["collectives"]})'
+      f'an estimate at the peak rates of the chip: {ms["with_overlap"]}, or '
+      f'{ms["without_overlap"]} if nothing overlaps (compute {ms["compute"]}, which is a lower '
+      f'bound, memory {ms["memory"]}, collectives {ms["collectives"]})'
     )
   if step['collectives'] is None:
     lines.append('collectives: unknown, this jax cannot read the compiled program')

@@ -149,10 +149,12 @@ def step_seconds(
 ) -> dict[str, float] | None:
   """Seconds per step at the peak rates of the chips, from the work of one device; None for CPUs.
 
-  A step takes at least the longest of the three times, and their sum if nothing overlaps. A
-  collective is a ring over links of both directions; an all-reduce passes twice. The network
-  between slices is left out. All FLOPs count as bfloat16, `hbm_bytes` is what XLA counts as read
-  and written (the body of a loop once), and `collectives` is {kind: `hlo.Collective`}.
+  An estimate: the longest of the three times if they overlap, and their sum if not. Only the time
+  of the compute is a bound, for all FLOPs count as bfloat16. `hbm_bytes` is what XLA counts as read
+  and written, which includes the chip's fast memory, and the body of a loop once. A collective is a
+  ring over links of both directions, and passes all its bytes, an all-reduce twice; a ring of n
+  devices passes (n - 1) / n of them. The network between slices is left out. `collectives` are
+  those of `hlo.collectives` as dicts.
   """
   chip = CHIPS.get(parse(name)[0])
   if chip is None:
@@ -163,4 +165,4 @@ def step_seconds(
     'memory': hbm_bytes / (chip.hbm_bytes / chip.devices),
     'collectives': passed / (2 * chip.link_bytes / chip.devices),
   }
-  return parts | {'at_least': max(parts.values()), 'without_overlap': sum(parts.values())}
+  return parts | {'with_overlap': max(parts.values()), 'without_overlap': sum(parts.values())}

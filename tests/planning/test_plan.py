@@ -236,7 +236,7 @@ def test_the_time_of_a_step_is_that_of_its_parts_at_peak_rates():
   assert seconds == pytest.approx(
     {
       **{'compute': 2e-3, 'memory': 1e-3, 'collectives': 2e-3},
-      **{'at_least': 2e-3, 'without_overlap': 5e-3},
+      **{'with_overlap': 2e-3, 'without_overlap': 5e-3},
     }
   )
   assert topology.step_seconds('cpu:8', 1e9, 1e9, moved) is None
