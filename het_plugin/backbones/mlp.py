@@ -6,6 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from het_plugin.backbones.layers import check_rates
+
 
 class Mlp(nn.Module):
   """Dense layers with GELU over rows of features; without layers, the features themselves.
@@ -16,11 +18,20 @@ class Mlp(nn.Module):
     hidden_layers: widths; () has no parameters.
     dropout_rate: in training.
     dtype: compute type of the products; pre-logits are float32.
+
+  Raises:
+    ValueError: a width is below 1, or the rate is not in [0, 1).
   """
 
   hidden_layers: Sequence[int] = ()
   dropout_rate: float = 0.0
   dtype: jnp.dtype = jnp.float32
+
+  def __post_init__(self):
+    check_rates(self, 'dropout_rate')
+    if any(width < 1 for width in self.hidden_layers):
+      raise ValueError(f'Mlp.hidden_layers={tuple(self.hidden_layers)} must be positive widths')
+    super().__post_init__()
 
   @property
   def pre_logits_dim(self) -> int | None:
@@ -33,12 +44,7 @@ class Mlp(nn.Module):
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """image [B, ...] (of the task features:PATH [B, 1, 1, D]) -> phi [B, D], and the hidden layers'
     outputs by name, 'pre_logits' among them.
-
-    Raises:
-      ValueError: a width is below 1.
     """
-    if any(width < 1 for width in self.hidden_layers):
-      raise ValueError(f'Mlp.hidden_layers={tuple(self.hidden_layers)} must be positive widths')
     x = image.reshape(image.shape[0], -1)
     representations = {}
     for i, width in enumerate(self.hidden_layers):

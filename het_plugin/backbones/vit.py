@@ -98,7 +98,7 @@ def rotary_2d(
   A quarter of the dimensions rotates with the row and a quarter with the column, both in [-1, 1];
   the other half repeats them. The first `num_prefix` tokens have no position and do not rotate.
   """
-  frequency = 100.0 ** -np.arange(0, 1, 4 / head_dim)  # [head_dim / 4]
+  frequency = 100.0 ** -(np.arange(head_dim // 4) * (4 / head_dim))  # [head_dim / 4]
   centres = [(np.arange(n) + 0.5) / n * 2 - 1 for n in grid]
   position = np.stack(np.meshgrid(*centres, indexing='ij'), axis=-1).reshape(-1, 2, 1)
   angles = np.tile((2 * np.pi * position * frequency).reshape(len(position), -1), 2)
@@ -193,6 +193,12 @@ class ViT(nn.Module):
         f'ViT.position={self.position!r} needs a width (and with rope, a width per head) that is a '
         f'multiple of 4: ViT.width={self.width}, num_heads={self.num_heads}'
       )
+    if self.stored_grid is not None and self.position != 'learned':
+      raise ValueError(
+        f"ViT.stored_grid={self.stored_grid} needs position='learned', not {self.position!r}"
+      )
+    if self.num_registers < 0:
+      raise ValueError(f'ViT.num_registers={self.num_registers} must be at least 0')
     moe_layers(self.moe, self.depth)
     super().__post_init__()
 

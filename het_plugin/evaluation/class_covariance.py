@@ -114,6 +114,8 @@ def correlations(factors: jax.Array, classes: jax.Array) -> jax.Array:
 
   The correlation with a class without variance is undefined; 0 is returned.
   """
+  largest = jnp.abs(factors).max(axis=1, keepdims=True)  # [B, 1, K]
+  factors = factors / jnp.where(largest > 0, largest, 1.0)  # their squares are in float32's range
   norm = jnp.sqrt(jnp.square(factors).sum(axis=1, keepdims=True))  # [B, 1, K]
   unit = jnp.where(norm > 0, factors / jnp.where(norm > 0, norm, 1.0), 0.0)
   picked = jnp.take_along_axis(unit, classes[:, None], axis=-1)  # [B, R + 1, m]

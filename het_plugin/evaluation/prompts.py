@@ -61,6 +61,8 @@ def readable_names(
   elif not names or (given is None and all(re.fullmatch(r'n\d{8}', name) for name in names)):
     what = f'WordNet numbers ({names[0]} ...), which are not words' if names else 'no class names'
     raise ValueError(f'{task!r} has {what}: set class_names, names or a file of them by label')
+  if wrong := [name for name in names if not isinstance(name, str)]:
+    raise ValueError(f'{source}: the name {wrong[0]!r} must be a text')
   if len(names) != num_classes:
     raise ValueError(f'{source} has {len(names)} names; {task!r} has {num_classes} classes')
   readable = tuple(' '.join(name.replace('_', ' ').split()) for name in names)
@@ -72,7 +74,7 @@ def readable_names(
 def _lines(path: str, what: str) -> tuple[str, ...]:
   """The lines of a text file that are not empty; `what` begins the error."""
   try:
-    text = Path(path).read_text(encoding='utf-8')
+    text = Path(path).read_text(encoding='utf-8-sig')
   except (OSError, UnicodeDecodeError) as error:
     raise ValueError(f'{what}, or a text file: {error}') from error
   return tuple(line.strip() for line in text.splitlines() if line.strip())

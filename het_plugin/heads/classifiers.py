@@ -245,7 +245,7 @@ class HetH(Heteroscedastic):
     num_buckets: H; None is D, which gives as many parameters as HET-XL has (section 6.1).
     hash_seed: seed of the hash.
     empty_buckets: whether buckets that hold no class have parameters, as the paper counts them.
-      They change no logit. With K = 100 and H = 768, only 94 buckets hold a class.
+      They change no logit. With K = 100 and H = 768, only 90 buckets hold a class.
   """
 
   num_buckets: int | None = None
@@ -266,18 +266,20 @@ class HetH(Heteroscedastic):
 
   @nn.nowrap
   def used_buckets(self, pre_logits_dim: int) -> np.ndarray:
-    """The buckets that hold a class, or a padded one: distinct values of h, ascending."""
-    return np.unique(self._hashed(pre_logits_dim))
+    """The buckets that hold a class: distinct values of h, ascending."""
+    return np.unique(self._hashed(pre_logits_dim)[: self.num_classes])
 
   @nn.nowrap
   def buckets(self, pre_logits_dim: int) -> np.ndarray:
     """Where in eps the noise of each class is, int32 [Kp]: h(k), or without empty buckets the
-    number of h(k) among the used ones.
+    number of h(k) among the used ones. The logits of padded classes are masked, so their noise may
+    be that of any bucket.
     """
     hashed = self._hashed(pre_logits_dim)
     if self.empty_buckets:
       return hashed
-    return np.searchsorted(np.unique(hashed), hashed).astype(np.int32)
+    used = self.used_buckets(pre_logits_dim)
+    return np.minimum(np.searchsorted(used, hashed), len(used) - 1).astype(np.int32)
 
   @nn.nowrap
   def _hashed(self, pre_logits_dim):

@@ -38,6 +38,7 @@ class ExpectedCalibrationError(clu_metrics.Metric):
   ) -> 'ExpectedCalibrationError':
     """Takes confidence [B] in [0, 1], correct [B] in {0, 1} and mask [B]."""
     mask = jnp.ones_like(confidence) if mask is None else mask.astype(jnp.float32)
+    confidence = jnp.where(mask > 0, confidence, 0.0)  # a masked row may be NaN
     bins = jnp.clip(jnp.ceil(confidence * NUM_BINS) - 1, 0, NUM_BINS - 1).astype(jnp.int32)
     member = jax.nn.one_hot(bins, NUM_BINS, axis=0) * mask  # [NUM_BINS, B]
     return cls(

@@ -11,7 +11,7 @@ import pytest
 import scipy.special
 
 import gin
-from het_plugin.backbones import ViT, vit
+from het_plugin.backbones import Mlp, ViT, vit
 from het_plugin.backbones.vit import resize_kernel
 from het_plugin.config import parsing
 from het_plugin.heads import HetXL
@@ -207,6 +207,14 @@ def test_one_checkpoint_serves_other_patch_and_image_sizes():
 def test_unknown_options_are_named():
   with pytest.raises(ValueError, match="ViT.mlp='relu' .*gelu"):
     vit('B/16', mlp='relu')
+  with pytest.raises(ValueError, match="stored_grid=4 needs position='learned'"):
+    vit('B/16', position='sincos2d', stored_grid=4)
+  with pytest.raises(ValueError, match='num_registers=-1 must be at least 0'):
+    vit('B/16', num_registers=-1)
+  with pytest.raises(ValueError, match='Mlp.dropout_rate=1.5 '):
+    Mlp((4,), dropout_rate=1.5)
+  with pytest.raises(ValueError, match=r'Mlp.hidden_layers=\(4, 0\) '):
+    Mlp((4, 0))
   with pytest.raises(ValueError, match="ViT.position='rope' .*ViT.width="):
     dataclasses.replace(TINY, position='rope', width=12)
 

@@ -97,6 +97,18 @@ def test_correlations_are_those_of_sigma(head):
     np.testing.assert_array_equal(x.image, examples['image'][i])
 
 
+@pytest.mark.parametrize('size', [1e-23, 1e20])
+def test_squares_of_factors_that_float32_does_not_hold(size):
+  factors = np.random.default_rng(0).normal(size=(1, 4, 5)).astype(np.float32) * np.float32(size)
+  factors[..., 3] = 0.0
+  found = class_covariance.correlations(factors, np.array([[0, 3]]))
+  sigma = factors[0].T.astype(np.float64) @ factors[0]
+  scale = np.sqrt(np.diag(sigma))
+  expected = sigma[0] / scale[0] / np.where(scale > 0, scale, 1.0)
+  np.testing.assert_allclose(found[0, 0], expected, atol=1e-6)
+  np.testing.assert_array_equal(found[0, 1], 0.0)  # of a class without noise
+
+
 def test_an_image_without_a_label_and_more_classes_than_there_are():
   examples = make_examples(1) | {'label': np.full((1, 2), -1, np.int32)}
   (found,) = look('het_xl', examples, number=1, num_top=99)

@@ -25,7 +25,7 @@ def test_names_become_words(tmp_path):
   )
   assert prompts.readable_names('t', ('n01440764', 'b'), ('x', ' y_ z'), 2) == ('x', 'y z')
   file = tmp_path / 'names.txt'
-  file.write_text('tench\ngoldfish\n')
+  file.write_text('\ufefftench\ngoldfish\n', encoding='utf-8')  # with a byte-order mark
   assert prompts.readable_names('t', None, str(file), 2) == ('tench', 'goldfish')
 
 
@@ -36,6 +36,7 @@ def test_names_become_words(tmp_path):
     (('a', 'b'), ('x', 'y', 'z'), "class_names .* 3 .*'t' .* 2 "),
     (('n01440764', 'n01443537'), None, 'n01440764 .*class_names'),
     (('a', 'b'), '/no/such/file', "class_names='/no/such/file'"),
+    (('a', 'b'), (1, 2), 'class_names: the name 1 must be a text'),
   ],
 )
 def test_wrong_names(own, given, message):

@@ -97,6 +97,10 @@ def test_ece_by_hand(confidence, correct, expected):
   np.testing.assert_allclose(metric.compute(), expected, atol=1e-6)
   merged = metrics.ExpectedCalibrationError.empty().merge(metric)
   np.testing.assert_allclose(merged.compute(), expected, atol=1e-6)
+  rows = jnp.array([*confidence, jnp.nan]), jnp.array([*correct, 0.0])  # a masked one more
+  mask = jnp.array([1.0] * len(correct) + [0.0])
+  masked = metrics.ExpectedCalibrationError.from_model_output(*rows, mask)
+  np.testing.assert_allclose(masked.compute(), expected, atol=1e-6)
 
 
 def test_disagreement_is_the_rank_correlation_of_entropies():
