@@ -20,9 +20,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from het_plugin import reporting, weights
+from het_plugin import reporting
 from het_plugin.config import command_line, flag_values
 from het_plugin.planning import report, search, topology, worker
+from het_plugin.weights import replacing
 
 FLAGS = flags.FLAGS
 
@@ -91,7 +92,7 @@ def main(argv: Sequence[str]) -> None:
     if FLAGS.json:
       reporting.write_json(result, FLAGS.json)
     if FLAGS.png:
-      with weights.replacing(FLAGS.png) as unfinished:
+      with replacing(FLAGS.png) as unfinished:
         unfinished.write_bytes(search.grid_png(result))
 
 

@@ -35,8 +35,8 @@ SCRATCH="$(mktemp -d)"
 trap 'rm -rf "$SCRATCH"' EXIT
 REMOTE=het_plugin # the checkout, in the home folder of each host
 GONE='no supervisor runs'
-# Prints supervisor.json, and $GONE first if no supervisor has locked it.
-LOOK="flock --nonblock $REMOTE/run/supervisor.json echo '$GONE'; cat $REMOTE/run/supervisor.json"
+# Prints supervisor.json, and $GONE first if no supervisor has locked it. The file is only read: flock would make one.
+LOOK="{ flock --nonblock 9 && echo '$GONE'; } 9<$REMOTE/run/supervisor.json; cat $REMOTE/run/supervisor.json"
 NAME='' ZONE='' PROJECT='' TOPOLOGY='' MODEL_DIR='' INTO=''
 NUM_SLICES=1 MAX_ATTEMPTS=100 POLL_SECONDS=60 SPOT=false DRY_RUN=false
 TRAIN_ARGUMENTS=()
