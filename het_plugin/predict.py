@@ -40,17 +40,16 @@ def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     if not F.checkpoint:
       raise ValueError('--checkpoint is needed')
-    of_rows = is_weights_file(F.checkpoint)
-    if of_rows and F.dataset:
-      raise ValueError(
-        f'--checkpoint={F.checkpoint} is a file: with --dataset it must be the directory of a run. '
-        'A file of predictions goes without --dataset.'
-      )
-    if not of_rows and not F.dataset:
-      raise ValueError(f'--dataset is needed for the run --checkpoint={F.checkpoint}')
-    if of_rows:
+    if is_weights_file(F.checkpoint):
+      if F.dataset:
+        raise ValueError(
+          f'--checkpoint={F.checkpoint} is a file: with --dataset it must be the directory of a '
+          'run. A file of predictions goes without --dataset.'
+        )
       found = predict.most_probable(read(F.checkpoint, 'log_prob'), F.top)
     else:
+      if not F.dataset:
+        raise ValueError(f'--dataset is needed for the run --checkpoint={F.checkpoint}')
       images = predict.Images(F.dataset)  # before the model: its path may be wrong
       distributed.initialize()
       run = open_run(F.checkpoint, *command_line.gin_settings())

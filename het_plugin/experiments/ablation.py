@@ -85,10 +85,10 @@ class Ablation:
     check_labels('Ablation', (self.first, *self.choose_for, *self.measured), self.cells)
     if not self.seeds or len(set(self.seeds)) < len(self.seeds):
       raise ValueError(f'Ablation.seeds={tuple(self.seeds)} must be different numbers')
-    split = getattr(self.analysis, 'split', None)
-    if isinstance(self.analysis, analyses.ExampleNLL) and split != self.report_split:
+    reported, analysis = self.report_split, self.analysis
+    if isinstance(analysis, analyses.ExampleNLL) and analysis.split != reported:
       raise ValueError(
-        f'ExampleNLL.split={split!r} must be Ablation.report_split={self.report_split!r}, because '
+        f'ExampleNLL.split={analysis.split!r} must be Ablation.report_split={reported!r}, because '
         'its differences are reported beside the means of that split'
       )
     if common := set(self.seeds) & set(self.choose_seeds):

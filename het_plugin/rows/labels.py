@@ -12,11 +12,14 @@ def label_rows(labels: np.ndarray, num_examples: int) -> np.ndarray:
     ValueError: they are not integers of this shape, or int32 cannot hold one.
   """
   if labels.dtype.kind not in 'iu' or labels.ndim not in (1, 2) or len(labels) != num_examples:
-    hints = dict.fromkeys('USO', '; numpy.unique(names, return_inverse=True) numbers names')
-    hint = hints.get(labels.dtype.kind, '; labels.astype(int) makes them so')
+    hint = '; labels.astype(int) makes them so'
+    if labels.dtype.kind in 'USO':
+      hint = '; numpy.unique(names, return_inverse=True) numbers names'
+    elif labels.dtype.kind in 'iu':
+      hint = ''
     raise ValueError(
       f'labels are {labels.dtype} {list(labels.shape)}; they must be integers [N] or [N, L] with '
-      f'N = {num_examples}, the number of examples{hint if labels.dtype.kind not in "iu" else ""}'
+      f'N = {num_examples}, the number of examples{hint}'
     )
   largest = np.iinfo(np.int32).max
   if labels.size and (labels.max() > largest or labels.min() < -largest):
