@@ -90,26 +90,49 @@ FIT_POINTS = np.array([
 
 
 @struct.dataclass
+class Root:
+  """The root of a matrix that is symmetric and positive definite.
+
+  Attributes:
+    lower: the lower triangular L [B, m, m] whose L L^T is the matrix.
+    inverse: of L.
+  """
+
+  lower: jax.Array
+  inverse: jax.Array
+
+  @staticmethod
+  def letters() -> 'Root':
+    """As in `Draws`."""
+    return Root(dims('bmn'), dims('bmn'))
+
+  def solve(self, x: jax.Array) -> jax.Array:
+    """y [B, m] of L L^T y = x."""
+    half = jnp.einsum('bmn,bn->bm', self.inverse, x, precision=HIGHEST)
+    return jnp.einsum('bmn,bm->bn', self.inverse, half, precision=HIGHEST)
+
+
+@struct.dataclass
 class Fit:
   """The Gaussian q of the module docstring.
 
   Attributes:
     axes: orthonormal [B, m, T]; outside their span q is N(0, I).
     mean: of q along the axes, [B, m].
-    root: the lower triangular L [B, m, m] whose L L^T is the precision of q along the axes.
+    root: of the precision of q along the axes.
     is_mixed: [B], 1 for an example with large noise, else 0. It has the points of the mixture.
     num_points: the number of points. The mixture draws the second half of them from N(0, I).
   """
 
   axes: jax.Array
   mean: jax.Array
-  root: jax.Array
+  root: Root
   is_mixed: jax.Array
   num_points: int = struct.field(pytree_node=False, default=1)
 
   def letters(self) -> 'Fit':
     """As in `Draws`."""
-    return Fit(dims('bmt'), dims('bm'), dims('bmn'), dims('b'), self.num_points)
+    return Fit(dims('bmt'), dims('bm'), Root.letters(), dims('b'), self.num_points)
 
   @property
   def _num_prior(self) -> int:
@@ -119,7 +142,7 @@ class Fit:
     """Coordinates along the axes [B, s, m] of points with numbers [s], from standard normals of
     that shape.
     """
-    normals = normals.astype(self.root.dtype)
+    normals = normals.astype(self.mean.dtype)
     found = from_q(self.mean, self.root, normals)
     is_prior = (sample_index >= self.num_points - self._num_prior)[:, None]  # [s, 1]
     return jnp.where(is_prior & (self.is_mixed[:, None, None] > 0), normals, found)
@@ -136,8 +159,8 @@ class Fit:
     return jnp.where(self.is_mixed[:, None] > 0, mixed, weight)
 
   def _log_weight_of_q(self, along):
-    normals = jnp.einsum('bsm,bmn->bsn', along - self.mean[:, None], self.root)
-    log_root = jnp.log(jnp.diagonal(self.root, axis1=-2, axis2=-1)).sum(axis=-1)
+    normals = jnp.einsum('bsm,bmn->bsn', along - self.mean[:, None], self.root.lower)
+    log_root = jnp.log(jnp.diagonal(self.root.lower, axis1=-2, axis2=-1)).sum(axis=-1)
     squares = jnp.square(normals) - jnp.square(along)
     return 0.5 * squares.sum(axis=-1) - log_root[:, None]
 
@@ -232,10 +255,10 @@ class NestedDraws:
     return self.fit.log_weight(z[..., self.num_draws :])
 
 
-def from_q(mean: jax.Array, root: jax.Array, normals: jax.Array) -> jax.Array:
+def from_q(mean: jax.Array, root: Root, normals: jax.Array) -> jax.Array:
   """Coordinates along the axes [B, s, m] of draws from q, from standard normals [B or 1, s, m]."""
-  normals = jnp.broadcast_to(normals, (root.shape[0], *normals.shape[1:]))
-  return mean[:, None] + jax.lax.linalg.triangular_solve(root, normals, lower=True)
+  normals = jnp.broadcast_to(normals, (mean.shape[0], *normals.shape[1:]))
+  return mean[:, None] + jnp.einsum('bsm,bmn->bsn', normals, root.inverse, precision=HIGHEST)
 
 
 def num_axes(num_samples: int) -> int:
@@ -262,38 +285,50 @@ def fit(
   # Of the location, so that inside `jax.shard_map` it is varying: `pull` would sum over devices.
   zero = jnp.zeros_like(location, shape=(location.shape[0], 1, num_normals))
   _, pull = jax.vjp(to_logits, zero)
-
-  def gradient(mean, noise):
-    """That of log softmax_y in z [B, T], and p there."""
-    p = jax.nn.softmax(location + jnp.einsum('bm,bmk->bk', mean, noise))
-    return pull((is_label - p)[:, None])[0][:, 0], p
-
-  def curvature(p, noise):
-    along = jnp.einsum('bmk,bk->bm', noise, p)
-    second = jnp.einsum('bmk,bnk->bmn', noise * p[:, None], noise)
-    return second - along[:, :, None] * along[:, None]
+  p_0 = jax.nn.softmax(location)[:, None]
 
   def centred(noise):
     """Less what all classes share, which no softmax sees and which would cancel in float32."""
     return noise - jnp.sum(p_0 * noise, axis=-1, keepdims=True)
 
-  p_0 = jax.nn.softmax(location)[:, None]
   axes, noise, mean = zero[:, :0], to_logits(zero)[:, :0], zero[:, 0, :0]
   for _ in range(min(count, num_normals)):
-    slope, p = gradient(mean, noise)
+    p = jax.nn.softmax(location + jnp.einsum('bm,bmk->bk', mean, noise))
+    slope = pull((is_label - p)[:, None])[0][:, 0]  # of log softmax_y, [B, T]
     axes = with_axis(axes, slope)
     noise = jnp.concatenate([noise, centred(to_logits(axes[:, -1:]))], axis=1)
-    mean = newton_step(axes, slope, mean, curvature(p, noise))
+    along = jnp.einsum('bk,bmk->bm', p, noise)[:, None]
+    mean = newton_step(axes, slope, mean, second_moment(noise, p) - square(along))
+
+  of_label = jnp.einsum('bk,bmk->bm', is_label, noise)
+  rows = jnp.concatenate([noise, jnp.ones_like(noise[:, :1])], axis=1)
 
   def expectations(at):
-    """The gradient of log softmax_y [B, m] and minus its Hessian [B, m, m], for at [B, s, m]."""
-    p = jax.nn.softmax(location[:, None] + at @ noise)
-    average, along = p.mean(axis=1), p @ jnp.swapaxes(noise, 1, 2)
-    slope = jnp.einsum('bk,bmk->bm', is_label - average, noise)
-    second = jnp.einsum('bmk,bnk->bmn', noise * average[:, None], noise)
-    return slope, second - jnp.einsum('bsm,bsn->bmn', along, along) / at.shape[1]
+    u = location[:, None] + at @ noise
+    # Not p: a GPU would write it to memory before the product, which makes e as it reads u.
+    e = jnp.exp(u - u.max(axis=-1, keepdims=True))
+    sums = jnp.einsum('bsk,bnk->bsn', e, rows)
+    along, rate = sums[..., :-1] / sums[..., -1:], 1.0 / sums[..., -1]
+    average = (e * rate[..., None]).mean(axis=1)
+    return of_label - along.mean(axis=1), second_moment(noise, average) - square(along)
 
   return fit_along(axes, mean, expectations)
+
+
+def second_moment(rows: jax.Array, weights: jax.Array) -> jax.Array:
+  """sum_k w_k n_k n_k^T [B, m, m] of the columns n_k of rows [B, m, K], for weights w [B, K]."""
+  # A sum for each pair of rows: a GPU took six times as long for a product of matrices so flat.
+  count = rows.shape[1]
+  products = [rows[:, i : i + 1] * rows[:, i:] for i in range(count)]
+  sums = jnp.einsum('bk,bnk->bn', weights, jnp.concatenate(products, axis=1))
+  pairs = np.zeros((count, count), int)
+  pairs[np.triu_indices(count)] = np.arange(sums.shape[-1])
+  return sums[:, np.maximum(pairs, pairs.T)]
+
+
+def square(along: jax.Array) -> jax.Array:
+  """The mean over points of N p p^T N^T, [B, m, m], for N p = along [B, s, m]."""
+  return jnp.einsum('bsm,bsn->bmn', along, along, precision=HIGHEST) / along.shape[1]
 
 
 def with_axis(axes: jax.Array, slope: jax.Array) -> jax.Array:
@@ -324,22 +359,49 @@ def newton_step(
     curvature: minus the Hessian of log softmax_y along the axes, [B, m, m].
   """
   mean = jnp.pad(mean, ((0, 0), (0, 1)))
-  return mean + clipped(solved(root_of(curvature), jnp.einsum('bmt,bt->bm', axes, slope) - mean))
+  return mean + clipped(root_of(curvature).solve(jnp.einsum('bmt,bt->bm', axes, slope) - mean))
 
 
-def root_of(curvature: jax.Array) -> jax.Array:
-  """The lower triangular L [B, m, m] of I + curvature = L L^T; I where rounding leaves none."""
+@jax.jit
+def root_of(curvature: jax.Array) -> Root:
+  """The root of I + curvature [B, m, m]; I where rounding leaves none. m is at most `MAX_AXES`."""
   eye = jnp.eye(curvature.shape[-1], dtype=curvature.dtype)
-  root = jax.lax.linalg.cholesky(curvature + eye, symmetrize_input=False)
-  return jnp.where(jnp.isfinite(root).all(axis=(1, 2), keepdims=True), root, eye)
+  # A GPU's library starts a hundred small kernels for the roots of a loss. On a CPU the sums are no
+  # faster, and take longer to compile.
+  root = jax.lax.platform_dependent(curvature + eye, cpu=root_by_library, default=root_by_sums)
+  is_finite = jnp.isfinite(root.inverse).all(axis=(1, 2), keepdims=True)
+  return jax.tree.map(lambda x: jnp.where(is_finite, x, eye), root)
 
 
-def solved(root: jax.Array, slope: jax.Array) -> jax.Array:
-  """x [B, m] of L L^T x = slope, for a lower triangular L [B, m, m]."""
-  half = jax.lax.linalg.triangular_solve(root, slope[..., None], left_side=True, lower=True)
-  return jax.lax.linalg.triangular_solve(root, half, left_side=True, lower=True, transpose_a=True)[
-    ..., 0
-  ]
+def root_by_library(matrix: jax.Array) -> Root:
+  """The root of a matrix [B, m, m], NaN where there is none."""
+  lower = jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
+  eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
+  return Root(lower, jax.lax.linalg.triangular_solve(lower, eye, left_side=True, lower=True))
+
+
+def root_by_sums(matrix: jax.Array) -> Root:
+  """As `root_by_library`, as sums of the elements [B] of the matrix."""
+  count, zero = matrix.shape[-1], jnp.zeros_like(matrix[:, 0, 0])
+  lower, inverse = [], []  # the rows, up to the diagonal
+
+  def dot(x, y):
+    return sum((a * b for a, b in zip(x, y, strict=True)), start=zero)
+
+  for i in range(count):
+    row = []
+    for j in range(i):
+      row.append((matrix[:, i, j] - dot(row, lower[j][:j])) * inverse[j][j])
+    rate = 1.0 / jnp.sqrt(matrix[:, i, i] - dot(row, row))
+    columns = [[inverse[k][j] for k in range(j, i)] for j in range(i)]
+    inverse.append([-rate * dot(row[j:], column) for j, column in enumerate(columns)] + [rate])
+    lower.append([*row, 1.0 / rate])
+
+  def stacked(rows):
+    rows = [jnp.stack([*row, *[zero] * (count - len(row))], axis=-1) for row in rows]
+    return jnp.stack(rows, axis=-2)
+
+  return Root(stacked(lower), stacked(inverse))
 
 
 def clipped(step: jax.Array) -> jax.Array:
@@ -368,7 +430,7 @@ def fit_along(
     slope, curvature = expectations(from_q(mean, root, points))
     # Of all steps, because far out the softmax may be flat.
     root, largest = root_of(curvature), jnp.maximum(largest, shares(curvature))
-    step = clipped(solved(root, slope - mean))
+    step = clipped(root.solve(slope - mean))
     mean = mean + step
   # Also where they are not finite, and where the mean does not settle: there the softmax is a step.
   is_good = (largest <= MAX_SHARES) & (jnp.linalg.norm(step, axis=-1) <= MAX_LAST_STEP)

@@ -373,8 +373,9 @@ class Integrator:
     plan = self._plan(logits, draws.keys, self.chunk_size)
     samples, buckets = samples_of(logits, plan.project_first)
     if draws is not keys and self._is_refined(logits):
-      to_logits = functools.partial(samples.noise_of, buckets=buckets)
-      location, num_normals = _deterministic(logits), samples.num_normals
+      fixed, location = jax.lax.stop_gradient((samples, _deterministic(logits)))
+      to_logits = functools.partial(fixed.noise_of, buckets=buckets)
+      num_normals = fixed.num_normals
       directions = None
       if self._is_rotated:
         directions = principal_directions(to_logits, location, num_normals)

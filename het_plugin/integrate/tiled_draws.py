@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from het_plugin.integrate import draws as draws_lib
-from het_plugin.integrate.draws import Fit
+from het_plugin.integrate.draws import Fit, Root
 from het_plugin.integrate.gaussian import PADDED, LowRank
 from het_plugin.integrate.placement import dims
 from het_plugin.integrate.tiles import Source, Tile, Tiling, fold
@@ -53,7 +53,7 @@ def fit(tiling: Tiling, source: Source, noise: LowRank, label: jax.Array, count:
 
   source, noise = jax.lax.stop_gradient((source, noise))
   inputs = *_letters(source, noise), dims('b')
-  outputs = Fit(dims('bmt'), dims('bm'), dims('bmn'), dims('b'))
+  outputs = Fit(dims('bmt'), dims('bm'), Root.letters(), dims('b'))
   run = tiling.placement.shard_map(local, inputs, outputs)
   return jax.lax.stop_gradient(run(source, noise, label))
 
@@ -120,8 +120,8 @@ class _Point:
     def body(total, tile):
       u, along = self.logits(tile, directions)
       p = jnp.exp((u - self.top[..., None]) - self.log_total[..., None])
-      along = jnp.where(tile.counts, along, 0.0)
-      return total + jnp.einsum('bmk,bnk->bmn', p * along, along)
+      p = jnp.where(tile.counts, p, 0.0)
+      return total + draws_lib.second_moment(along, p[:, 0])
 
     zero = jnp.zeros_like(directions[..., :1]) + jnp.zeros_like(directions[:, None, :, 0])
     return self.tiling.sum_of_shards(fold(self.tiling, self.source, body, zero))
@@ -180,7 +180,7 @@ def _expectations(point, at_label, vectors):
       p = jnp.where(tile.counts, jnp.exp((u - top[..., None]) - log_total[..., None]), 0.0)
       average = p.mean(axis=1)
       first = jnp.einsum('bk,bmk->bm', average, along)
-      second = jnp.einsum('bmk,bnk->bmn', along * average[:, None], along)
+      second = draws_lib.second_moment(along, average)
       new = first, p @ jnp.swapaxes(along, 1, 2), second
       return jax.tree.map(jnp.add, sums, new)
 
@@ -188,7 +188,7 @@ def _expectations(point, at_label, vectors):
     zero = jnp.zeros_like(of_label), jnp.zeros_like(at), second
     first, each, second = fold(tiling, point.source, body, zero)
     first, each, second = (tiling.sum_of_shards(x) for x in (first, each, second))
-    return of_label - first, second - jnp.einsum('bsm,bsn->bmn', each, each) / at.shape[1]
+    return of_label - first, second - draws_lib.square(each)
 
   return expectations
 

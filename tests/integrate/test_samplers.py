@@ -23,7 +23,16 @@ from het_plugin.integrate import (
   iid,
   sobol,
 )
-from het_plugin.integrate.draws import FIT_POINTS, Draws, principal_directions, rotation_to
+from het_plugin.integrate.draws import (
+  FIT_POINTS,
+  MAX_AXES,
+  Draws,
+  principal_directions,
+  root_by_library,
+  root_by_sums,
+  root_of,
+  rotation_to,
+)
 from het_plugin.integrate.sobol_sequence import DIRECTION_NUMBERS, MAX_DIMENSIONS, sobol_points
 from tests.meshes import make_mesh, on_mesh
 
@@ -180,6 +189,27 @@ def test_rotated_sobol_of_64_samples_is_better_than_1000_independent_ones(remain
 
 
 # Tilt.
+
+
+@pytest.mark.parametrize('by', [root_by_library, root_by_sums])
+def test_root_and_its_inverse(by):
+  for count in (1, 2, MAX_AXES):
+    factors = np.random.default_rng(count).normal(size=(5, count, 8))
+    matrix = factors @ factors.swapaxes(1, 2) + np.eye(count)
+    lower = np.linalg.cholesky(matrix)
+    root = by(jnp.asarray(matrix, jnp.float32))
+    np.testing.assert_allclose(root.lower, lower, atol=2e-6)
+    np.testing.assert_allclose(root.inverse, np.linalg.inv(lower), atol=2e-6)
+    x = np.ones((5, count), np.float32)
+    expected = np.linalg.solve(matrix, x[..., None])[..., 0]
+    np.testing.assert_allclose(root.solve(x), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_root_is_1_where_rounding_leaves_none():
+  curvature = jnp.array([np.diag([3.0, 8.0]), np.diag([3.0, -2.0])])
+  root = root_of(curvature)
+  np.testing.assert_allclose(root.lower, [np.diag([2.0, 3.0]), np.eye(2)])
+  np.testing.assert_allclose(root.inverse, [np.diag([1 / 2, 1 / 3]), np.eye(2)], rtol=1e-6)
 
 
 def test_the_points_of_a_fit_are_those_of_sobol():
