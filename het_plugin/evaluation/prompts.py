@@ -31,6 +31,8 @@ def get_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
       return PROMPTS[templates]
     what = f"templates={templates!r} must be one of {', '.join(PROMPTS)}, a text with '{{}}'"
     found = (templates,) if PLACE in templates else _lines(templates, what)
+  if not isinstance(found, Sequence):
+    raise ValueError(f'templates={templates!r} must be a name, a template, or several of them')
   if not found:
     raise ValueError(f'templates={templates!r} holds no template')
   for template in found:

@@ -16,6 +16,8 @@ def test_templates(tmp_path):
     prompts.get_templates('clip')
   with pytest.raises(ValueError, match="'nothing' .*'{}'"):
     prompts.get_templates(('a {}', 'nothing'))
+  with pytest.raises(ValueError, match='templates=5 must be'):
+    prompts.get_templates(5)
 
 
 def test_names_become_words(tmp_path):
