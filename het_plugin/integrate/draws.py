@@ -304,6 +304,7 @@ def fit(
   rows = jnp.concatenate([noise, jnp.ones_like(noise[:, :1])], axis=1)
 
   def expectations(at):
+    """The gradient of log softmax_y [B, m] and minus its Hessian [B, m, m], for at [B, s, m]."""
     u = location[:, None] + at @ noise
     # Not p: a GPU would write it to memory before the product, which makes e as it reads u.
     e = jnp.exp(u - u.max(axis=-1, keepdims=True))

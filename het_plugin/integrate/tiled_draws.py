@@ -178,17 +178,13 @@ def _expectations(point, at_label, vectors):
     def body(sums, tile):
       u, along = logits(tile)
       p = jnp.where(tile.counts, jnp.exp((u - top[..., None]) - log_total[..., None]), 0.0)
-      average = p.mean(axis=1)
-      first = jnp.einsum('bk,bmk->bm', average, along)
-      second = draws_lib.second_moment(along, average)
-      new = first, p @ jnp.swapaxes(along, 1, 2), second
+      new = p @ jnp.swapaxes(along, 1, 2), draws_lib.second_moment(along, p.mean(axis=1))
       return jax.tree.map(jnp.add, sums, new)
 
     second = jnp.zeros_like(of_label, shape=(*of_label.shape, of_label.shape[-1]))
-    zero = jnp.zeros_like(of_label), jnp.zeros_like(at), second
-    first, each, second = fold(tiling, point.source, body, zero)
-    first, each, second = (tiling.sum_of_shards(x) for x in (first, each, second))
-    return of_label - first, second - draws_lib.square(each)
+    sums = fold(tiling, point.source, body, (jnp.zeros_like(at), second))
+    each, second = (tiling.sum_of_shards(x) for x in sums)
+    return of_label - each.mean(axis=1), second - draws_lib.square(each)
 
   return expectations
 
