@@ -20,12 +20,19 @@ def reference(x: np.ndarray) -> int:
 
 
 def of(x) -> int:
-  return checksum.array_checksums({'x': jnp.asarray(x)})['x']
+  """The checksum by NumPy, as here on a CPU, which is that of the devices."""
+  arrays = {'x': jnp.asarray(x)}
+  found = checksum.array_checksums(arrays)
+  assert checksum._by_devices(arrays) == found
+  return found['x']
 
 
 @pytest.mark.parametrize(
   'dtype, shape',
-  [('float32', (3, 4, 5)), ('bfloat16', (7,)), ('int32', ()), ('uint8', (0, 2)), ('bool', (7,))],
+  [
+    *(('float32', (3, 4, 5)), ('bfloat16', (7,)), ('int32', ()), ('uint8', (0, 2)), ('bool', (7,))),
+    ('int8', (2**18 + 5,)),  # two chunks of NumPy's
+  ],
 )
 def test_it_is_what_it_is_defined_to_be(dtype, shape):
   x = np.asarray(np.random.default_rng(0).normal(size=shape) * 3).astype(jnp.dtype(dtype))
