@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from het_plugin import reporting
@@ -58,6 +58,17 @@ def write_json(path: Path | None, result: dict | list) -> None:
   """Writes the result to the path of --json, NaN as null."""
   if path is not None:
     reporting.write_json(result, path)
+
+
+def collect(path: Path | None, total: int, rows: Iterable[dict]) -> list[dict]:
+  """The rows as a list, with progress. The path of --json has those measured so far."""
+  found = []
+  with reporting.Progress('measured', total, unit='rows') as progress:
+    for row in rows:
+      found.append(row)
+      write_json(path, found)
+      progress.update()
+  return found
 
 
 def report(path: Path | None, rows: Sequence[Mapping[str, object]]) -> None:

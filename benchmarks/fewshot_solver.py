@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import threadpoolctl
-from command_line import integers, make_parser, report
+from command_line import collect, integers, make_parser, report
 from sklearn.linear_model import RidgeClassifier
 
 from het_plugin.measures import ridge
@@ -125,7 +125,8 @@ def main() -> None:
   parser.add_argument('--m', type=int, default=10_000, help='test rows')
   parser.add_argument('--turns', type=int, default=3, help='how often each is timed')
   args = parser.parse_args()
-  rows = [row(args.shots * k, args.d, k, args.m, args.turns) for k in args.classes]
+  measured = (row(args.shots * k, args.d, k, args.m, args.turns) for k in args.classes)
+  rows = collect(args.json, len(args.classes), measured)
   report(args.json, rows)
   print(
     'ratios (least over the rows): '

@@ -29,13 +29,14 @@ Two minutes for one head and link on two CPU cores; seconds with --dim 32 --clas
 """
 
 import importlib.util
+import itertools
 import statistics
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import add_clock, integers, make_parser, names, report
+from command_line import add_clock, collect, integers, make_parser, names, report
 
 from het_plugin import heads
 from het_plugin.heads import class_buckets
@@ -271,8 +272,9 @@ def bound_seconds(args, head, link, num_samples, rates):
   return exponentials / rates[0] + flops / rates[1]
 
 
-def equal_accuracy(args, head, link):
+def equal_accuracy(args, noise, head, link):
   """One row: seconds until our RMSE is that of 1000 independent samples, and the paper's."""
+  args.noise = noise
   x = make_arguments(args, head)
   labels = jnp.arange(args.batch, dtype=jnp.int32)[:, None] % args.classes
   arguments = (x, labels, jax.random.key(1))
@@ -376,15 +378,15 @@ def tokamax_loss(params, phi, labels):
 
 def compare_tiles(args):
   args.dim, args.batch, args.factors = args.dim or 64, args.batch or 32, args.factors or 15
-  rows = []
-  for head in args.heads:
-    for link in args.links:
-      # Without samples, their number changes nothing.
-      samples = args.samples or [64]
-      samples = samples[:1] if head == 'det' or link == 'sigmoid' else samples
-      for num_classes in args.classes:
-        for num_samples in samples:
-          rows += many_classes(args, head, link, num_classes, num_samples)
+  cases = []
+  for head, link in itertools.product(args.heads, args.links):
+    # Without samples, their number changes nothing.
+    samples = args.samples or [64]
+    samples = samples[:1] if head == 'det' or link == 'sigmoid' else samples
+    cases += itertools.product([head], [link], args.classes, samples)
+  num_ways = sum(1 + (head != 'het') + args.tokamax * (head == 'det') for head, *_ in cases)
+  rows = (row for case in cases for row in many_classes(args, *case))
+  rows = collect(args.json, num_ways, rows)
   report(args.json, rows)
   least = min(rows, key=lambda row: row['temp_bytes'])
   print(
@@ -462,25 +464,27 @@ def main():
   args.samples = args.samples or [1, 16, 64, 256, 1000]
   args.noise = None
   if args.equal_accuracy:
-    rows = []
-    for noise in args.noises or [None]:
-      args.noise = noise
-      rows += [equal_accuracy(args, head, link) for head in args.heads for link in args.links]
+    cases = list(itertools.product(args.noises or [None], args.heads, args.links))
+    rows = collect(args.json, len(cases), (equal_accuracy(args, *case) for case in cases))
     report(args.json, rows)
     worst = min(rows, key=lambda row: row['time_ratio'])
     print(f'at equal accuracy {worst["time_ratio"]:.1f} times as fast as the paper, or more')
     return
   rates = measure_rates(args)
   print(f'{rates[0]:.3g} exponentials and {rates[1]:.3g} FLOP a second')
-  rows = []
-  for head in args.heads:
+
+  def measured():
     buckets = jnp.asarray(class_buckets(args.classes, args.dim, 0))
-    for link in args.links:
+    for head, link in itertools.product(args.heads, args.links):
       log_prob = reference_log_prob(args, head, link, buckets)
-      samples = [('sample', s) for s in args.samples]
-      if link == 'sigmoid':  # against the paper's procedure with its own S
-        samples.append(('exact', PAPER_SAMPLES))
-      rows += [compare(args, head, link, *of, rates, log_prob) for of in samples]
+      for of in samples[link]:
+        yield compare(args, head, link, *of, rates, log_prob)
+
+  samples = dict.fromkeys(args.links, [('sample', s) for s in args.samples])
+  if 'sigmoid' in samples:  # also the exact method, against the paper's procedure with its own S
+    samples['sigmoid'] = [*samples['sigmoid'], ('exact', PAPER_SAMPLES)]
+  total = len(args.heads) * sum(map(len, samples.values()))
+  rows = collect(args.json, total, measured())
   report(args.json, rows)
   last = max((row for row in rows if row['method'] == 'sample'), key=lambda row: row['s'])
   worst = min(rows, key=lambda row: row['time_ratio'])

@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import make_parser, names, report
+from command_line import collect, make_parser, names, report
 
 from het_plugin.backbones import vit
 from het_plugin.data import TaskInfo
@@ -182,7 +182,7 @@ def main():
   args = parser.parse_args()
   if args.pairs < 2:
     parser.error(f'--pairs={args.pairs} must be at least 2')
-  rows = [measure(args, name) for name in args.sizes]
+  rows = collect(args.json, len(args.sizes), (measure(args, name) for name in args.sizes))
   report(args.json, rows)
   for row in rows:
     low, high = row['ratio_quartiles']

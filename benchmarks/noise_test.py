@@ -135,6 +135,7 @@ def main():
           of_test = {'predicted': row['gain'], 'stderr': row['stderr'] or 0.0}
           measured = {'measured': gains[tested.name], 'price': row['price'], 'seconds': seconds}
           rows.append(about | of_test | {'constant': row.get('constant')} | measured)
+          write_json(args.json, rows)
           print(
             source, problem, tested.name, f'{row["gain"]:.4f} {gains[tested.name]:.4f}', flush=True
           )
@@ -142,7 +143,6 @@ def main():
   groups |= {head: [row for row in rows if row['head'] == head] for head in (*HEADS, HIDDEN)}
   sums = {'all': summary(rows), **{name: summary(x) for name, x in groups.items() if x}}
   print_table(['', *sums['all']], [[name, *of.values()] for name, of in sums.items()])
-  write_json(args.json, rows)
   if args.plot:
     plot(args.plot, rows)
   print(f'fits gained {sums["all"]["slope"]:.2f} times what the test predicted')

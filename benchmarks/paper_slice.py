@@ -8,7 +8,9 @@ fit there. The last column is the formula of docs/scale.md for what a head adds 
 (the extra 'plan') but no TPU, and two minutes per row on two CPU cores.
 """
 
-from command_line import make_parser, names, report
+import itertools
+
+from command_line import collect, make_parser, names, report
 
 from het_plugin.planning import worker
 from het_plugin.planning.worker import Request
@@ -85,12 +87,8 @@ def main():
   parser.add_argument('--topology', default='v3:8x8', help='as in het_plugin.plan')
   parser.add_argument('--gin', action='append', default=[], help='a gin binding for all rows')
   args = parser.parse_args()
-  rows = [
-    make_row(args, backbone, mesh, head)
-    for backbone in args.backbones
-    for mesh in args.meshes
-    for head in args.heads
-  ]
+  cases = list(itertools.product(args.backbones, args.meshes, args.heads))
+  rows = collect(args.json, len(cases), (make_row(args, *case) for case in cases))
   report(args.json, rows)
   first = {name: rows[0][name] for name in ('backbone', 'mesh')}
   peaks = {row['head']: row['peak_gib'] for row in rows if first.items() <= row.items()}

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from command_line import add_clock, integers, make_parser, names, report
+from command_line import add_clock, collect, integers, make_parser, names, report
 
 from het_plugin.backbones import vit
 from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
@@ -108,7 +108,7 @@ def make_step(*arguments):
 
 def compare(args, batch):
   """Rows of one batch size, DET's first."""
-  det, rows = make_step(args, 'det', 1, batch), []
+  det = make_step(args, 'det', 1, batch)
   for name, num_samples in [('det', 0), *itertools.product(args.heads, args.samples)]:
     step = det if name == 'det' else make_step(args, name, num_samples, batch)
     fits = step is not None and det is not None
@@ -118,24 +118,21 @@ def compare(args, batch):
       map(statistics.median, zip(*pairs, strict=True)) if fits else (None, None)
     )
     temp, det_temp = (side and side.temp_bytes for side in (step, det))
-    rows.append(
-      dict(
-        head=name,
-        variant=args.variant,
-        k=args.classes,
-        r=args.factors,
-        b=batch,
-        s=num_samples,
-        sampler=args.sampler,
-        seconds=seconds,
-        det_seconds=det_seconds,
-        time_ratio=seconds / det_seconds if fits else None,
-        temp_bytes=temp,
-        det_temp_bytes=det_temp,
-        memory_ratio=temp / det_temp if fits else None,
-      )
+    yield dict(
+      head=name,
+      variant=args.variant,
+      k=args.classes,
+      r=args.factors,
+      b=batch,
+      s=num_samples,
+      sampler=args.sampler,
+      seconds=seconds,
+      det_seconds=det_seconds,
+      time_ratio=seconds / det_seconds if fits else None,
+      temp_bytes=temp,
+      det_temp_bytes=det_temp,
+      memory_ratio=temp / det_temp if fits else None,
     )
-  return rows
 
 
 GRID = {
@@ -163,7 +160,8 @@ def main():
   add_clock(parser)
   parser.add_argument('--png', type=Path, help='draw the grid here')
   args = parser.parse_args()
-  rows = [row for batch in args.batches for row in compare(args, batch)]
+  total = len(args.batches) * (1 + len(args.heads) * len(args.samples))
+  rows = collect(args.json, total, (row for x in args.batches for row in compare(args, x)))
   report(args.json, rows)
   if args.png:
     args.png.write_bytes(grid_png(rows, GRID))
