@@ -44,7 +44,7 @@ from het_plugin.reporting import style
 
 C = 1000.0
 NOISE = {'C_noise': C, 'num_factors': 4, 'num_samples': 16}
-KEY = ('head', 'd', 'hidden', 'n')
+KEY = ('head', 'd', 'hidden', 'n', 'max_iter')
 MIN_ANSWERS = 500  # of a colour of the picture: people's shares are then known to 0.02
 QUANTILES = (0.99, 0.75, 0.5, 0.25, 0.01)
 LETTER = 0.0105  # the width of a letter, as a share: a name is written where it fits
@@ -123,22 +123,25 @@ def measure(heads, x, counts, hidden, max_iter):
   if not hidden and noisy:
     of_test = {'heads': noisy, 'C': C, 'num_factors': 4, 'progress': False}
     test = noise_test(x[totals > 0], shares[totals > 0], **of_test)
-    predicted = {tested.name: tested.row() for tested in test.tested}
+    answers = totals[totals > 0] / totals[totals > 0].mean()
+    predicted = {tested.name: answers * tested.gain for tested in test.tested}  # per answer
   weight, rows = totals / totals.mean(), []
   of_heads = {head: cross_entropy(shares, held_out_prob(of, x)) for head, of in found.items()}
   nll_det = of_heads['det']
 
   def add(head, nll, **about):
     gap = weight * (nll - nll_det)
-    tested = predicted.get(HIDDEN if head == 'det' else head, {})
+    gain = predicted.get(HIDDEN if head == 'det' else head)
     rows.append(
       {
         **{'head': head, 'd': x.shape[1], 'hidden': hidden, 'n': int(totals.sum())},
+        'max_iter': max_iter,
         **{'nll': float((weight * nll).mean()), 'nll_det': float((weight * nll_det).mean())},
         **{'difference': float(gap.mean()), 'error': stderr(gap) or 0.0},
         **{'extreme': extreme_share(gap) if gap.any() else None},
         **{x: about.get(x) for x in ('gradient', 'gap', 'converged', 'cpu_seconds', 'price')},
-        **{'predicted': tested.get('gain'), 'predicted_error': tested.get('stderr')},
+        'predicted': None if gain is None else float(gain.mean()),
+        'predicted_error': None if gain is None else stderr(gain),
       }
     )
 
@@ -252,12 +255,13 @@ def main():
   rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
   for dim in args.dims:
     done = {tuple(row[x] for x in KEY) for row in rows}
-    about = dim, args.hidden, int(counts.sum())
+    about = dim, args.hidden, int(counts.sum()), args.max_iter
     heads = [head for head in args.heads if (head, *about) not in done]
     if heads:
       x = fourier_features(lab, dim)
       found = measure(heads, x, counts, args.hidden, args.max_iter)
-      rows += [row for row in found if tuple(row[x] for x in KEY) not in done]
+      fresh = {tuple(row[x] for x in KEY) for row in found}
+      rows = [row for row in rows if tuple(row[x] for x in KEY) not in fresh] + found
       write_json(args.json, rows)
   print_table(list(rows[0]), [list(row.values()) for row in rows])
 

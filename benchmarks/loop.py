@@ -94,22 +94,24 @@ class NoiseIterator:
 
 
 class Alternate(actions.BaseAction):
-  """After every turn of the loop, takes one of the bare step; `turns` has seconds of both."""
+  """After every turn of the loop, takes one of the bare step; `turns` has both's seconds a step."""
 
   def __init__(self, period, batch, trainers):
     self._period, self._batch, self._trainers = period, batch, trainers
-    self._state = self._resumed = None
+    self._state = self._resumed = self._step = None
     self.turns = []
 
   def run(self, train_state, metrics_by_task):
     jax.block_until_ready(train_state)
     loop = self._resumed and time.perf_counter() - self._resumed
+    step = int(train_state.step)  # an accelerator may have the next one in flight
     if self._state is None:
       self._state = jax.tree.map(jnp.copy, train_state)
       self._bare_turn()
     bare = self._bare_turn()
     if loop is not None:  # the first turn compiles and fills caches
-      self.turns.append((loop, bare))
+      self.turns.append((loop / (step - self._step), bare / self._period))
+    self._step = step
     self._resumed = time.perf_counter()
     return False
 
@@ -159,8 +161,8 @@ def measure(args, size):
   plain = alternate.turns[::2]  # every other turn of the loop begins with a checkpoint
   ratios = [bare / loop for loop, bare in plain]
   quartiles = statistics.quantiles(ratios, n=4, method='inclusive')
-  bare = statistics.median(bare for _, bare in alternate.turns) / args.period
-  overhead = statistics.median(loop - bare for loop, bare in plain) / args.period
+  bare = statistics.median(bare for _, bare in alternate.turns)
+  overhead = statistics.median(loop - bare for loop, bare in plain)
   return {
     'size': size,
     'turns': len(plain),

@@ -117,12 +117,12 @@ def main():
   parser.add_argument('--plot', type=Path, help='draw the points here')
   args = parser.parse_args()
   rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
-  done = {(row['source'], row['problem']) for row in rows}
+  done = {(row['source'], row['problem'], row['folds']) for row in rows}
   for source, problems in SOURCES.items():
     for problem, gains, c, (n, k), draw in problems():
       if n < MIN_ROWS or n * k > args.max_size or not problem.startswith(args.only):
         continue
-      if (source, problem) in done:
+      if (source, problem, args.folds) in done:
         continue
       start = time.process_time()
       heads = [head for head in gains if head in HEADS]
@@ -131,14 +131,15 @@ def main():
       for tested in found.tested:
         row = tested.row()
         if tested.name in gains:
-          about = {'source': source, 'problem': problem, 'head': tested.name}
+          about = {'source': source, 'problem': problem, 'head': tested.name, 'folds': args.folds}
           of_test = {'predicted': row['gain'], 'stderr': row['stderr'] or 0.0}
           measured = {'measured': gains[tested.name], 'price': row['price'], 'seconds': seconds}
           rows.append(about | of_test | {'constant': row.get('constant')} | measured)
-          write_json(args.json, rows)
           print(
             source, problem, tested.name, f'{row["gain"]:.4f} {gains[tested.name]:.4f}', flush=True
           )
+      write_json(args.json, rows)
+  rows = [row for row in rows if row['folds'] == args.folds]
   groups = {source: [row for row in rows if row['source'] == source] for source in SOURCES}
   groups |= {head: [row for row in rows if row['head'] == head] for head in (*HEADS, HIDDEN)}
   sums = {'all': summary(rows), **{name: summary(x) for name, x in groups.items() if x}}

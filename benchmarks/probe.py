@@ -64,8 +64,9 @@ def measure(name, estimator, train, test, **start):
     warnings.simplefilter('always', ConvergenceWarning)
     estimator.fit(*train, **start)
   wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-  column = np.searchsorted(estimator.classes_, test[1])
-  log_p = estimator.predict_log_proba(test[0])[np.arange(len(column)), column]
+  x, y = (part[np.isin(test[1], estimator.classes_)] for part in test)  # others have no column
+  column = np.searchsorted(estimator.classes_, y)
+  log_p = estimator.predict_log_proba(x)[np.arange(len(column)), column]
   return {
     'head': name,
     'seconds': wall,

@@ -9,8 +9,9 @@ continue after an interruption, run the command again: finished runs are not tra
 
 The output directory gets results.json, results.txt, index.html, its plots as .png files, and
 a folder per run with its checkpoints, metrics.jsonl and config.gin. The results are printed and
-written after every seed. Exit codes: 0 done; 2 a setting is wrong; 3 a run was not finite; 42
-stopped by SIGTERM with a checkpoint saved: start it again.
+written after every seed. Exit codes: 0 done (a run that was not finite has NaN as its metrics); 2 a
+setting is wrong, or no run is left to choose; 42 stopped by SIGTERM with a checkpoint saved: start
+it again.
 """
 
 from het_plugin.operations import stopping

@@ -74,10 +74,18 @@ def main(argv: Sequence[str]) -> None:
       if FLAGS[name].present:
         other = 'without' if FLAGS.grid else 'with'
         raise ValueError(f'--{name} has an effect only {other} --grid')
+
+    def save() -> None:
+      if FLAGS.json:
+        reporting.write_json(result, FLAGS.json)
+
     if FLAGS.grid:
       batches = flag_values.integers('batches', FLAGS.batches, least=1)
       samples = flag_values.integers('samples', FLAGS.samples, least=1)
-      result = search.grid(request, FLAGS.heads, batches, samples)
+      result = []
+      for row in search.grid(request, FLAGS.heads, batches, samples):
+        result.append(row)
+        save()  # each takes minutes
       print(search.grid_text(result))
     else:
       print(
@@ -87,10 +95,10 @@ def main(argv: Sequence[str]) -> None:
       )
       result = worker.compile_in_process(request)
       print(report.text(result), flush=True)
+      save()
       if FLAGS.search:
         result['search'] = search.search(FLAGS.search, request, result)
-    if FLAGS.json:
-      reporting.write_json(result, FLAGS.json)
+        save()
     if FLAGS.png:
       with replacing(FLAGS.png) as unfinished:
         unfinished.write_bytes(search.grid_png(result))

@@ -59,8 +59,10 @@ class Labels:
       rows[name] = np.full((len(labels), *shape), padding, dtype)
       if name in given:
         rows[name][..., : width if shape else None] = given[name]
-      else:  # hard labels that are mixed
-        rows[name][:, :width] = given['label'] >= 0
+      else:  # hard labels that are mixed; the votes of an image share a weight of 1
+        listed = given['label'] >= 0
+        count = listed.sum(1, keepdims=True) if 'annotator' in given else 1
+        rows[name][:, :width] = listed / np.maximum(count, 1)
     return rows, [None] * len(labels)
 
 

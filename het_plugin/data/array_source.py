@@ -89,7 +89,8 @@ def features_source(source: str) -> ArraySource:
     ValueError: as there, or labels are missing.
   """
   read = rows.read(source)
-  images, labels, names = read.features[:, None, None], read.labels, read.class_names
+  images, names = read.features[:, None, None], read.class_names
+  labels = annotations.with_fields(read.labels, label_weight=read.label_weight)
   path, named = files.partition_source(source)
   if named is None and os.path.isfile(path) and files.split_names(path):
     with np.load(path, allow_pickle=False) as arrays:
@@ -100,11 +101,12 @@ def features_source(source: str) -> ArraySource:
   checksum = zlib.crc32(labels.tobytes(), zlib.crc32(images[spaced].tobytes()))
   info = functools.partial(
     TaskInfo,
-    num_classes=int(labels.max()) + 1 if names is None else len(names),
-    multi_label=labels.shape[1] > 1,
+    num_classes=int(read.labels.max()) + 1 if names is None else len(names),
+    multi_label=read.labels.shape[1] > 1 and read.label_weight is None,
     channels=images.shape[-1],
     class_names=names,
-    max_labels=labels.shape[1],
+    max_labels=read.labels.shape[1],
+    label_fields=() if read.label_weight is None else ('label_weight',),
     version=f'{images.shape[0]} x {images.shape[-1]} {checksum:08x}',
   )
   return ArraySource(f'features:{source}', lambda: (images, labels), splits, info)
@@ -203,6 +205,12 @@ def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray, tupl
     raise ValueError(
       f'{name}: label is {labels.dtype} {labels.shape}; it must be integers [N] or [N, L], or soft '
       f'labels, float [N, K], with N = {num_images}, the number of images.'
+    )
+  marks = names is not None and labels.shape[1:] == (len(names),) and len(names) > 2
+  if marks and not is_soft and annotator is None and np.isin(labels, (0, 1)).all():
+    raise ValueError(
+      f'{name}: label is {labels.shape} of 0 and 1, which mark classes; it must hold the numbers '
+      'of the classes of each image, padded with -1.'
     )
   if is_soft:
     num_classes = labels.shape[1]

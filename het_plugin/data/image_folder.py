@@ -41,7 +41,8 @@ class ImageFolderSource:
     root = pathlib.Path(path)
     if not root.is_dir():
       raise ValueError(f'image_folder:{path}: there is no such folder.')
-    if (root / 'train').is_dir():
+    # A class may be called 'train', as in CIFAR-100: splits hold folders, classes do not.
+    if (root / 'train').is_dir() and any(map(_folders, _folders(root))):
       files = {folder.name: _class_files(folder) for folder in _folders(root)}
     else:
       files = _split_by_class(_class_files(root))

@@ -63,6 +63,10 @@ def resolve(split: str, splits: Mapping[str, int | None], task: str = 'the task'
       f'split is {split!r}; the split {name!r} of {task} is endless and has no slices: use '
       f'{name!r}, or a slice of a finite split.'
     )
+  if 'shard' in split[len(name) :]:
+    raise ValueError(
+      f'split is {split!r}; slices by shard are not supported: give records or percent.'
+    )
   import tensorflow_datasets as tfds  # takes half a second
 
   info = tfds.core.SplitInfo(name=name, shard_lengths=[num_records], num_bytes=0)

@@ -75,6 +75,8 @@ class ImageTask:
     preprocessors, mixture = self._split_preprocessors(augment, resize), None
     if augment and augmentations is not None:
       preprocessors, mixture = augment_lib.resolve(augmentations)
+      converted = (x for x in self.eval_preprocessors if isinstance(x, pp.ToChannels))
+      preprocessors = (*converted, *preprocessors)
       if mixture and 'text' in lengths:
         raise ValueError(f'augmentations is {augmentations!r}; captions cannot be mixed.')
     if self.vocabulary is None:
@@ -109,7 +111,10 @@ class ImageTask:
         f'resize is {resize!r}; it must be None for {self.name}, whose images are not '
         'photographs of any size.'
       )
-    return (pp.CentralCrop(resize),)
+    return tuple(
+      pp.CentralCrop(resize) if isinstance(x, pp.CentralCrop | pp.Resize) else x
+      for x in self.eval_preprocessors
+    )
 
   def _check(self, split: str, lengths: Mapping[str, int]) -> None:
     """ValueError if a split or slice does not exist, or the task cannot make these lengths."""

@@ -79,7 +79,9 @@ def correct(classes: jax.Array, batch: Batch, link: str) -> jax.Array:
   """
   same = classes[:, None] == batch['label']  # [B, L]
   if 'label_weight' in batch:
-    return jnp.where(same, batch['label_weight'], 0.0).sum(-1)
+    weight = jnp.where(batch['label'] >= 0, batch['label_weight'], 0.0)
+    total = 1.0 if link == 'sigmoid' else jnp.maximum(weight.sum(-1), 1e-12)  # as in `targets`
+    return jnp.where(same, weight, 0.0).sum(-1) / total
   if link == 'sigmoid':
     return same.any(-1).astype(jnp.float32)
   return same.sum(-1) / jnp.maximum((batch['label'] >= 0).sum(-1), 1).astype(jnp.float32)

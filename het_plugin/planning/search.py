@@ -1,7 +1,7 @@
 """The largest batch or number of samples that fits, and grids of heads, batches and samples."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from het_plugin import reporting
@@ -69,26 +69,25 @@ def largest_that_fits(
 
 def grid(
   request: Request, heads: Sequence[str], batches: Sequence[int], samples: Sequence[int]
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
   """Compiles each head with each batch size and number of samples; a row and a line for each.
 
-  The deterministic head has one per batch size, with s = 0. A batch size that the devices do not
-  divide is an error before the first.
+  A loss that draws no samples has one per batch size, with s = 0. A batch size that the devices do
+  not divide is an error before the first.
   """
   if unknown := [head for head in heads if head not in HEADS]:
     raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')
   request = dataclasses.replace(request, heads=heads, batches=batches)
-  rows = []
   for head in heads:
     for batch in batches:
       for num_samples in samples if head != 'det' else [0]:
         plan = compile_in_process(request.for_train_step(batch, num_samples or None, head))
         print(f'{head}: {report.line(plan)}', flush=True)
         figures = ('peak_bytes_per_device', 'fits', 'flops_per_device', 'hbm_bytes_per_device')
-        rows.append(
-          {'head': head, 'b': batch, 's': num_samples, **{name: plan[name] for name in figures}}
-        )
-  return rows
+        drawn = num_samples if plan['num_samples'] else 0
+        yield {'head': head, 'b': batch, 's': drawn, **{name: plan[name] for name in figures}}
+        if not drawn:  # another S changes nothing
+          break
 
 
 def grid_text(rows: Sequence[dict[str, Any]]) -> str:

@@ -197,6 +197,7 @@ class Configuration:
       step=self.step,
       config=self,
       max_corrupt_fraction=getattr(dataset, 'max_corrupt_fraction', None),
+      resize=getattr(self.argument('train_eval_dataset_cfg'), 'resize', None),
     )
 
   def _channels(self, init: Callable[[int], PyTree]) -> tuple[int, ...]:

@@ -52,6 +52,7 @@ class Run:
     step: the step of the parameters.
     config: the configuration (`opening.Configuration`); None for a run in training.
     max_corrupt_fraction: as in DatasetConfig, for the training data; None for the default.
+    resize: as in DatasetConfig, of the evaluation in training; for other splits of this task.
   """
 
   model: Any
@@ -67,6 +68,7 @@ class Run:
   step: int | None = None
   config: Any = None
   max_corrupt_fraction: float | None = None
+  resize: str | None = None
   _compiled: dict[Hashable, PerExample] = dataclasses.field(default_factory=dict, repr=False)
 
   def predict(self, batch: Mapping[str, np.ndarray]) -> Columns:
@@ -210,6 +212,7 @@ class Run:
     if max_labels and getattr(info, 'multi_label', False):  # the configuration may know more
       max_labels = max(max_labels, self.max_labels)
     of_run = {x: getattr(self, x) for x in ('image_size', 'max_corrupt_fraction')}
+    of_run['resize'] = self.resize if task == self.task else None
     settings = of_run | {'max_labels': max_labels} | settings
     config = data.one_pass(task, split, bounded=max_examples is not None, **settings)
     rows = None if whole else self.partitioner.batch_rows(config.batch_size)

@@ -94,6 +94,19 @@ def test_votes_with_annotators(tmp_path):
   np.testing.assert_array_equal(batch['label'][2], [2, 2, -1])
 
 
+def test_mixed_images_with_votes_keep_their_shares(tmp_path):
+  votes, who = np.array([[0, 0], [1, -1]]), np.array([[5, 6], [5, -1]])
+  image = np.stack([np.zeros((6, 6, 1)), np.ones((6, 6, 1))])  # black is class 0
+  path = write(tmp_path / 'a.npz', image=image, label=votes, annotator=who, split=['train'] * 2)
+  lengths = {'image': 6, 'label': 2}
+  cfg = DatasetConfig(path, lengths, 'train', 2, augmentations=('mixup',), shuffle=False)
+  batch = next(get_dataset(cfg))
+  white = (batch['image'].mean((1, 2, 3)) + 1) / 2
+  for k, share in ((0, 1 - white), (1, white)):
+    of_class = np.where(batch['label'] == k, batch['label_weight'], 0).sum(1)
+    np.testing.assert_allclose(of_class, share, rtol=1e-4)
+
+
 BAD_FILES = {
   'vote 2 of example 0 .*annotator': {
     'image': images(2),
@@ -108,6 +121,11 @@ BAD_FILES = {
   r'label -1 of example 1 .* 0 .. 0': {
     'image': images(2),
     'label': np.array([0, -1]),
+  },
+  r'label is \(2, 3\) of 0 and 1': {
+    'image': images(2),
+    'label': np.eye(3, dtype=int)[:2],
+    'class_name': ['a', 'b', 'c'],
   },
   r'image is \(2, 3, 8, 8\), channels first': {
     'image': np.zeros((2, 3, 8, 8)),

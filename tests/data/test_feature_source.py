@@ -16,7 +16,8 @@ def arrays():
 
 def config(name, **changes):
   settings = {'split': 'all', 'batch_size': 60, 'shuffle': False} | changes
-  return DatasetConfig(name, {'image': 1, 'label': 1}, **settings)
+  lengths = settings.pop('task_feature_lengths', {'image': 1, 'label': 1})
+  return DatasetConfig(name, lengths, **settings)
 
 
 def batch(name, **changes):
@@ -45,6 +46,15 @@ def test_files_of_every_kind_give_the_rows(tmp_path, arrays):
   np.savez(tmp_path / 'b.npz', features=x, label=y)
   other = array_source.features_source(f'{tmp_path}/b.npz')
   assert other.info.version != source.info.version
+
+
+def test_soft_labels_keep_their_weights(tmp_path, arrays):
+  x, _ = arrays
+  label, weight = np.tile([0, 1], (60, 1)), np.tile([0.9, 0.1], (60, 1)).astype(np.float32)
+  np.savez(tmp_path / 'a.npz', features=x, label=label, label_weight=weight)
+  lengths = {'image': 1, 'label': 2}
+  got = batch(f'features:{tmp_path}/a.npz', task_feature_lengths=lengths)
+  np.testing.assert_array_equal(got['label_weight'], weight)
 
 
 def test_splits_of_a_file(tmp_path, arrays):

@@ -25,6 +25,12 @@ def test_split_folders(tmp_path, image_files):
   assert photo.shape == (20, 30, 3) and photo.dtype == np.uint8
 
 
+def test_a_class_may_be_called_train(tmp_path, image_files):
+  for name in ('car', 'train'):
+    image_files.write(tmp_path / name, 2)
+  assert ImageFolderSource(str(tmp_path)).info.class_names == ('car', 'train')
+
+
 def test_class_folders_are_split_once_and_for_all(tmp_path, image_files):
   for name, count in (('a', 20), ('b', 2), ('c', 1)):
     image_files.write(tmp_path / name, count)

@@ -16,6 +16,8 @@ from het_plugin.data import (
   tasks,
 )
 from het_plugin.data.sources import TaskInfo
+from het_plugin.runs import Run
+from het_plugin.training.partitioning import PjitPartitioner
 
 GLYPHS = dict(mixture_or_task_name='glyphs_core', task_feature_lengths={'image': 28, 'label': 1})
 
@@ -215,6 +217,9 @@ def test_resize_is_chosen_for_photographs(photos, monkeypatch):
   }
   np.testing.assert_array_equal(images[None], images['aspect'])
   assert not np.array_equal(images[None], images['squash'])
+  run = Run(None, PjitPartitioner(), {}, {}, 12, 3, task=f'image_folder:{photos}', resize='squash')
+  with run.open_split('validation', batch_size=16) as (batches, _):  # as training evaluated
+    np.testing.assert_array_equal(next(batches)['image'][:9], images['squash'])
   with pytest.raises(ValueError, match="resize is 'squash'; .*augmented"):
     of_photos(photos, 'validation', 9, resize='squash', augment=True)
   with pytest.raises(ValueError, match="resize is 'squash'; .*digits"):

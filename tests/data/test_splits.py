@@ -30,6 +30,7 @@ SYNTAX = "'train' of digits has 1438 records: "
     ('stream[:10]', "'stream' of digits is endless"),
     ('train[:2000]', SYNTAX),
     ('train[:5]+train[9:]', SYNTAX),
+    ('train[:1shard]', 'slices by shard are not supported'),
     ('train[7:7]', "split is 'train[7:7]', which is empty"),
   ],
 )

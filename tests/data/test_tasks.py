@@ -91,6 +91,10 @@ def test_an_added_task_runs_its_preprocessors(own_tasks):
   images, labels = task.examples.read('test', np.arange(2), 9, seed=0)
   np.testing.assert_array_equal(batch['image'], np.repeat(images, 3, axis=-1))
   np.testing.assert_array_equal(batch['label'], labels)
+  cfg = DatasetConfig(
+    'colour_glyphs', {'image': 9, 'label': 1}, 'train', 2, augmentations=('flip',)
+  )
+  assert next(get_dataset(cfg))['image'].shape == (2, 9, 9, 3)
   with pytest.raises(ValueError, match="task 'colour_glyphs' "):
     tasks.add_image_task('colour_glyphs', task.examples)
 

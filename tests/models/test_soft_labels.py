@@ -63,6 +63,8 @@ def test_accuracy_of_soft_labels_is_the_share_that_agrees():
   weights = jnp.array([[0.7, 0.3], [1.0, 0.0]])
   batch = {'label': label, 'label_weight': weights}
   np.testing.assert_allclose(soft_labels.correct(top, batch, 'softmax'), [0.3, 1.0])
+  mixed = {'label': label, 'label_weight': jnp.array([[1.0, 3.0], [2.0, 0.0]])}
+  np.testing.assert_allclose(soft_labels.correct(top, mixed, 'softmax'), [0.75, 1.0])
 
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])

@@ -81,7 +81,16 @@ def test_a_grid_refuses_a_batch_that_does_not_divide_before_the_first(monkeypatc
   monkeypatch.setattr(search, 'compile_in_process', step.plan)  # here, and it stops before that
   asked = request(gin_files=RUN[:1], gin_bindings=TINY)
   with pytest.raises(ValueError, match='batch_size=66 must be a positive multiple of 4'):
-    search.grid(asked, ['det'], [64, 66], [1])
+    list(search.grid(asked, ['det'], [64, 66], [1]))
+
+
+def test_a_grid_has_one_row_where_the_number_of_samples_changes_nothing(monkeypatch):
+  names = ('peak_bytes_per_device', 'fits', 'flops_per_device', 'hbm_bytes_per_device')
+  plan = dict.fromkeys(names, 1.0) | {'num_samples': None}  # of an exact loss
+  monkeypatch.setattr(search, 'compile_in_process', lambda _: plan)
+  monkeypatch.setattr(search.report, 'line', str)
+  rows = search.grid(request(), ['het_xl'], [8, 16], [10, 1000])
+  assert [(row['b'], row['s']) for row in rows] == [(8, 0), (16, 0)]
 
 
 def test_a_setting_of_one_head_of_a_grid_is_used():
