@@ -13,8 +13,9 @@ other half, and then the other way round. nll is in nats per answer, difference 
 same D, hidden layer and answers, ± error over colours. extreme is the share of the most extreme 1%
 of the colours in it. gradient and gap are the larger ones of the two fits at their ends; gap is how
 far the objective may be above its optimum, and converged whether both fits have ended there. price
-is that of the noise (`probe.price`) per answer. predicted is the gain that the noise test expects,
-± predicted_error; in the rows of det it is that of a hidden layer.
+is that of the noise (`probe.price`) per answer. predicted is the gain per answer that the noise
+test expects, ± predicted_error; in the rows of det it is that of a hidden layer. The fits of the
+test count every colour once.
 
 The row `answers` is a ceiling that no prediction reaches: the entropy of the answers of each
 colour, which knows them. C3 has no names with one answer, so the usual estimates of the part of

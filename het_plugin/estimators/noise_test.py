@@ -423,7 +423,7 @@ def make_report(found: Mapping[str, Result], where: str) -> reporting.Report:
   some = next(iter(found.values()))
   notes.append(
     'gain: by how much the NLL of held-out folds would fall, to the first order in the noise. '
-    'Fits gained two to seven times as much where both were measured (docs/when.md). ± is a '
+    'Fits gained two to eight times as much where both were measured (docs/when.md). ± is a '
     'standard error over examples. price: p / (2N) of the noise without regularisation. '
     f'{HIDDEN}: {NUM_HIDDEN} random units beside W.'
   )
