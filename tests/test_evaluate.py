@@ -208,6 +208,10 @@ def test_settings_that_are_wrong(run_main):
     ('--checkpoint=x.npz',): '--checkpoint=x.npz: ',
     ('--checkpoint=x', '--ood_dataset=digits'): '--ood_dataset and --ood_split',
     ('--checkpoint=x', '--save_predictions'): '--save_predictions needs --output_dir',
+    (
+      *('--checkpoint=r/a/b', '--checkpoint=r/a_b', '--save_predictions'),
+      '--output_dir=y',
+    ): '--save_predictions would write those of a/b and a_b to one file',
     ('--checkpoint=x', '--covariance_index=1,-2'): '--covariance_index=1,-2 ',
     ('--predictions=x.npz', '--split=test'): '--split needs a --checkpoint: it has no effect on',
     ('--checkpoint=x.npz', '--covariance_index=1'): '--covariance_index needs a --checkpoint',

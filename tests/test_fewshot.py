@@ -8,6 +8,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from het_plugin import fewshot, runs
+from het_plugin.evaluation import fewshot as evaluation_fewshot
 from het_plugin.measures import few_shot
 
 
@@ -106,7 +107,10 @@ def test_earlier_results_side_by_side(files, run_main, tmp_path):
   printed = run_main(fewshot, *results, *again, f'--json={tmp_path / "new.json"}')
   assert '--results: clean on saved, 5 shots.' in printed
   assert 'noisy.json: loo, ' in printed and 'Protocol of this call: loo, ' in printed
-  assert len(json.loads((tmp_path / 'new.json').read_text())['rows']) == 2
+  rows = json.loads((tmp_path / 'new.json').read_text())['rows']
+  assert [(row['run'], row['protocol']['l2']) for row in rows] == [('noisy', 'loo'), ('clean', 1.0)]
+  printed = run_main(fewshot, f'--results={tmp_path / "new.json"}')
+  assert 'new.json (noisy): loo, ' in printed and 'new.json (clean): loo, ' in printed
 
 
 def test_all_examples_and_warnings(files, run_main, tmp_path):
@@ -203,6 +207,14 @@ def test_a_data_set_that_is_unknown_is_found_before_a_run_is_opened(run_main, mo
   monkeypatch.setattr(runs, 'configuration', lambda *_: config)
   error = run_main(fewshot, '--checkpoint=run', '--datasets=digits,bird', code=2)
   assert "--datasets=bird: mixture_or_task_name is 'bird'" in error
+
+
+def test_votes_are_refused(tmp_path):
+  image, label = np.zeros((4, 6, 6, 1), np.uint8), np.tile([0, 1], (4, 1))
+  np.savez(tmp_path / 'votes.npz', image=image, label=label, annotator=np.tile([5, 6], (4, 1)))
+  dataset = evaluation_fewshot.FewShotDataset('x', str(tmp_path / 'votes.npz'))
+  with pytest.raises(ValueError, match='few-shot needs one label per image'):
+    evaluation_fewshot.check(None, dataset, 4)
 
 
 @pytest.mark.slow

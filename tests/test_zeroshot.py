@@ -116,6 +116,11 @@ def test_data_sets_that_gin_files_bind(towers, run_main, tmp_path):
     (['--group=a'], '--group=a must be NAME=DIR,DIR'),
     (['--group=a=r/1,r/1'], '--group=a=r/1,r/1 '),
     (['--checkpoint=r/1', '--dataset=digits', '--batch_size=6'], 'batch_size=6'),
+    (
+      ['--checkpoint=r/1', '--dataset=digits', '--identical_captions_right'],
+      '--identical_captions_right is for data sets of captions',
+    ),
+    (['--checkpoint=r/1', '--dataset=glyph_names', '--lower'], '--lower is for data sets of class'),
   ],
 )
 def test_wrong_flags_are_one_sentence(flags, message, towers, run_main):

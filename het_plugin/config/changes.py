@@ -71,8 +71,14 @@ def _reached(config: Mapping[str, Any], keys: Iterable[str]) -> set[_Place]:
 def _harmless(text: str, config: Mapping[str, Any]) -> set[str]:
   """Keys of the bindings of a configuration that do not change the results of its run."""
   stated = registry.same_results()
-  share = isinstance(config.get('warmup_schedule.warmup_steps'), float)
-  if not share and config.get('warmup_schedule.decay', 'linear') in ('constant', 'rsqrt'):
+
+  def of_schedules(parameter: str) -> list[Any]:  # in any scope
+    named = ('warmup_schedule', parameter)
+    return [value for key, value in config.items() if statements.split(key)[1:] == named]
+
+  share = any(isinstance(steps, float) for steps in of_schedules('warmup_steps'))
+  decays = {config.get('warmup_schedule.decay', 'linear'), *of_schedules('decay')}
+  if not share and decays <= {'constant', 'rsqrt'}:
     stated |= {('warmup_schedule', 'total_steps')}  # these schedules only end there
   aside = {key for key in config if statements.split(key)[1:] in stated}
   rest = {key: value for key, value in config.items() if key not in aside}

@@ -4,6 +4,7 @@ import difflib
 import logging as stdlib_logging
 import os
 import re
+import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,10 +73,13 @@ def parse_config(
       except UnicodeDecodeError as error:
         what = f'gin_file={file!r}, or a file that it includes,'
         raise ValueError(f'{what} is not valid UTF-8: {error}') from error
+      except tokenize.TokenError as error:  # a bracket or quote without its end is no SyntaxError
+        what = f'gin_file={file!r}, or a file that it includes,'
+        raise ValueError(f'{what} is not valid gin: {error.args[0]}') from error
     for binding in bindings:
       try:
         gin.parse_config(binding)
-      except SyntaxError as error:
+      except (SyntaxError, tokenize.TokenError) as error:
         raise ValueError(f'the binding {binding!r} is wrong: {_reason(binding, error)}') from error
   except OSError as error:
     if match := re.search(r'Unable to open file: (\S+)\. ', str(error)):
@@ -136,10 +140,10 @@ def _similar(message: str) -> str | None:
   return next(iter(difflib.get_close_matches(match[2], known, 1)), None)
 
 
-def _reason(binding: str, error: SyntaxError) -> str:
+def _reason(binding: str, error: SyntaxError | tokenize.TokenError) -> str:
   """What is wrong with a binding; for text without quotes, the command with them."""
   name, _, value = (part.strip() for part in binding.partition('='))
   if re.fullmatch(r'[A-Za-z./~][^\'"\n]*', value):
     reference = f', or an object @ and (): @{value}()' if registry.is_registered(value) else ''
     return f"""text needs quotes: --gin.{name}="'{value}'"{reference}"""
-  return str(error)
+  return str(error) if isinstance(error, SyntaxError) else error.args[0]

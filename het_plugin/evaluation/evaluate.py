@@ -13,7 +13,7 @@ import numpy as np
 
 from het_plugin import data, reporting, runs, weights
 from het_plugin import rows as rows_lib
-from het_plugin.evaluation import class_covariance
+from het_plugin.evaluation import class_covariance, uncertainty_report
 from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.uncertainty_report import Evaluation
 from het_plugin.measures import agreement, uncertainty
@@ -66,6 +66,16 @@ def evaluate(settings: Settings, gin_settings: GinSettings = ((), (), ('.',))) -
   flags = [('--checkpoint', x) for x in settings.checkpoint]
   flags += [('--predictions', x) for x in settings.predictions]
   names = short_names([source for _, source in flags])
+  if settings.save_to:
+    own = [
+      name for name, (_, x) in zip(names, flags, strict=True) if not weights.is_weights_file(x)
+    ]
+    of_files = [uncertainty_report.file_name(name) for name in own]
+    if twice := [name for name, x in zip(own, of_files, strict=True) if of_files.count(x) > 1]:
+      raise ValueError(
+        f'--save_predictions would write those of {" and ".join(twice)} to one file: evaluate them '
+        'one by one, each with its own --output_dir'
+      )
   opened: list[Configuration | Evaluation] = []
   for name, (flag, source) in zip(names, flags, strict=True):
     if flag == '--predictions' or weights.is_weights_file(source):

@@ -125,11 +125,14 @@ def from_checkpoints(
   """
   from het_plugin import runs  # imports TensorFlow, which files do not need
 
-  results = {}
+  results, opened = {}, {}
+  # All checkpoints are found before the first one is evaluated.
   for name, checkpoint in zip(choose_names(names, checkpoints), checkpoints, strict=True):
     config = runs.configuration(checkpoint, *gin_settings)
     chosen = choose(datasets, splits, config.bindings('FewShotAction').get('datasets'))
     fewshot.check_settings((1,), settings['seeds'], settings['protocol'].l2, len(chosen))
+    opened[name] = config, chosen
+  for name, (config, chosen) in opened.items():
     run = config.open()
     for dataset in chosen:
       check(run, dataset, batch_size)
@@ -144,9 +147,11 @@ def from_checkpoints(
 
 def check(run: Run, dataset: FewShotDataset, batch_size: int) -> None:
   """Checks a data set before anything is compiled or any image is read."""
-  if data.classification_info(dataset.task).multi_label:
+  info = data.classification_info(dataset.task)
+  if info.multi_label or info.max_labels > 1:
+    what = 'is multi-label' if info.multi_label else f'has up to {info.max_labels} labels per image'
     raise ValueError(
-      f'FewShotDataset.task={dataset.task!r} is multi-label; few-shot needs one label per image.'
+      f'FewShotDataset.task={dataset.task!r} {what}; few-shot needs one label per image.'
     )
   for split, bound in dataset.splits:
     with run.open_split(split, bound, **_settings(dataset, batch_size)):
@@ -227,8 +232,16 @@ def make_report(
   rows = []
   for run, by_dataset in results.items():
     for dataset, by_shots in by_dataset.items():
-      rows += [{'run': run, 'dataset': dataset, **x.record()} for x in by_shots.values()]
-  before = [row for read in earlier.values() for row in read['rows']]
+      about = {'run': run, 'dataset': dataset, 'protocol': dict(protocol)}
+      rows += [{**about, **x.record()} for x in by_shots.values()]
+  # A file may itself have results of earlier calls, with protocols of their own.
+  of_files = {
+    path: [{'protocol': read['protocol'], **row} for row in read['rows']]
+    for path, read in earlier.items()
+  }
+  before = [row for of_file in of_files.values() for row in of_file]
+  used = [(path, row) for path, of_file in of_files.items() for row in of_file]
+  used += [('this call', row) for row in rows]
   replaced = {*map(_KEY, before)} & {*map(_KEY, rows)}
   rows = [row for row in before if _KEY(row) not in replaced] + rows
   runs = {}
@@ -240,16 +253,17 @@ def make_report(
     shown['fewshot'].setdefault(dataset, {})[shots] = mean
     shown['fewshot_stderr'].setdefault(dataset, {})[shots] = stderr
   of_methods, of_pairs = averages(rows), differences(results)
-  protocols = {path: read['protocol'] for path, read in earlier.items()}
-  if results:
-    protocols['this call'] = dict(protocol)
   notes = ['Mean and standard error over draws of the examples.']
   calls = {}
-  for call, used in protocols.items():
-    text = ', '.join(f'{name} {value}' for name, value in used.items()).removeprefix('name ')
-    calls.setdefault(text, []).append(call)
+  for call, row in used:
+    parts = (f'{name} {value}' for name, value in row['protocol'].items())
+    calls.setdefault(', '.join(parts).removeprefix('name '), {}).setdefault(call, {})[
+      row['run']
+    ] = 0
+  mixed = {call for call, _ in used if sum(call in of for of in calls.values()) > 1}
   for settings, of in calls.items():
-    of = f' of {", ".join(of)}' if len(calls) > 1 else ''
+    names = (f'{call} ({", ".join(of[call])})' if call in mixed else call for call in of)
+    of = f' of {", ".join(names)}' if len(calls) > 1 else ''
     notes.append(f'Protocol{of}: {settings}.')
   if replaced:
     names = ', '.join(f'{run} on {dataset}, {n} shots' for run, dataset, n in sorted(replaced))
@@ -301,7 +315,7 @@ def make_report(
       'shots': reporting.Figure(reporting.shots_png(list(runs.values())), 'Accuracy by shots.')
     },
     json={
-      'protocol': [*protocols.values()][-1],
+      'protocol': dict(protocol) if results else [*earlier.values()][-1]['protocol'],
       'rows': rows,
       'averages': of_methods,
       'differences': of_pairs,

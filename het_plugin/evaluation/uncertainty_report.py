@@ -55,7 +55,7 @@ class Evaluation:
 
   @property
   def file_name(self) -> str:
-    return re.sub(r'[^\w.-]', '_', self.name).strip('_')
+    return file_name(self.name)
 
   def class_name(self, k: int) -> str:
     return str(k) if self.class_names is None else self.class_names[k]
@@ -105,6 +105,11 @@ class Evaluation:
         for k in nearest
       ],
     }
+
+
+def file_name(name: str) -> str:
+  """The name of a row as a file is called, without a suffix."""
+  return re.sub(r'[^\w.-]', '_', name).strip('_')
 
 
 def make_report(evaluations: Sequence[Evaluation]) -> reporting.Report:

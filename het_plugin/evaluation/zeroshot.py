@@ -114,6 +114,17 @@ def label_mask(label: jax.Array, num_classes: int) -> jax.Array:
   return (label[:, :, None] == jnp.arange(num_classes)).any(axis=1)
 
 
+def majority_mask(
+  label: jax.Array, num_classes: int, label_weight: jax.Array | None = None
+) -> jax.Array:
+  """bool [B, K]: whether class k has the largest share of label [B, L], as `votes.majority`."""
+  weight = jnp.ones(label.shape) if label_weight is None else label_weight
+  same = label[:, :, None] == jnp.arange(num_classes)
+  total = jnp.where(same, weight[:, :, None], 0.0).sum(axis=1)  # [B, K]
+  is_best = jnp.arange(num_classes) == jnp.argmax(total, axis=1, keepdims=True)
+  return is_best & (total > 0)
+
+
 def best_ranks(scores: jax.Array, right: jax.Array) -> jax.Array:
   """The number of candidates that come before the best right one, int32 [B].
 

@@ -137,6 +137,8 @@ class ZeroShotEvaluator:
 
   def _classify(self, run, dataset, on_rows) -> zeroshot.Accuracy:
     model, num_samples = run.model, self._num_samples
+    info = task_info(dataset.task)
+    multi_label = info.multi_label and not info.annotators
 
     def rank(given, batch):
       params, classes = given['params'], given['classes']  # [K, D]
@@ -144,8 +146,12 @@ class ZeroShotEvaluator:
         scores = model.class_log_prob(params, batch, classes, num_samples).astype(jnp.float32)
       else:
         scores = zeroshot.similarity(model.image_embeddings(params, batch), classes)
-      label = zeroshot.label_mask(batch['label'], classes.shape[0])
-      return {'rank': zeroshot.best_ranks(scores, label)}
+      label, num_classes = batch['label'], classes.shape[0]
+      if multi_label:
+        right = zeroshot.label_mask(label, num_classes)
+      else:  # several labels are votes or shares of them
+        right = zeroshot.majority_mask(label, num_classes, batch.get('label_weight'))
+      return {'rank': zeroshot.best_ranks(scores, right)}
 
     names = _class_names(dataset)
     templates = prompts.get_templates(dataset.templates)
@@ -155,7 +161,7 @@ class ZeroShotEvaluator:
     replicated = NamedSharding(run.partitioner.mesh, PartitionSpec())
     classes = jax.make_array_from_callback(embeddings.shape, replicated, lambda i: embeddings[i])
     specs = {'params': run.param_specs, 'classes': PartitionSpec()}
-    compute = run.per_example(('zeroshot.rank', num_samples), rank, specs)
+    compute = run.per_example(('zeroshot.rank', num_samples, multi_label), rank, specs)
     given = {'params': run.params, 'classes': classes}
     rows = self._read(run, compute, given, dataset, on_rows)
     found = zeroshot.hits(rows['rank'], (1, 5))

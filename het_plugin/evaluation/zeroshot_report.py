@@ -12,6 +12,7 @@ from het_plugin.evaluation.zeroshot_datasets import (
   ZeroShotDataset,
   ZeroShotEvaluator,
   check_model,
+  has_captions,
   run_tokenizer,
 )
 from het_plugin.measures import comparison
@@ -79,6 +80,18 @@ def choose_datasets(
   return tuple(chosen)
 
 
+def check_changes(chosen: Sequence[ZeroShotDataset], changes: Mapping[str, Any]) -> None:
+  """Raises ValueError if a changed setting has no effect on any of the data sets."""
+  kinds = {has_captions(dataset) for dataset in chosen}
+  for captions, names, what in (
+    (False, ('templates', 'class_names', 'lower'), 'classes'),
+    (True, ('identical_captions_right',), 'captions'),
+  ):
+    given = [name for name in names if changes.get(name) is not None]
+    if given and captions not in kinds:
+      raise ValueError(f'--{given[0]} is for data sets of {what}, and --dataset has none')
+
+
 def evaluate(
   sources: Sequence[Source],
   gin_settings: GinSettings,
@@ -88,12 +101,16 @@ def evaluate(
   num_samples: int,
 ) -> list[dict[str, Any]]:
   """A row of results for each checkpoint and data set; arguments as in `choose_datasets`."""
-  rows = []
+  rows, opened = [], []
+  # All checkpoints are found before the first one is evaluated.
   for source in sources:
     config = runs.configuration(source.checkpoint, *gin_settings, published=PUBLISHED_PAIRS)
     check_model(config.argument('model'), num_samples)
     tokenizer = run_tokenizer(config.argument('train_dataset_cfg'))
     chosen = choose_datasets(datasets, config.bindings('ZeroShotAction').get('datasets'), changes)
+    check_changes(chosen, changes)
+    opened.append((source, config, tokenizer, chosen))
+  for source, config, tokenizer, chosen in opened:
     run = config.open()
     evaluator = ZeroShotEvaluator(tokenizer, batch_size, num_samples)
     sizes = [evaluator.check(run, dataset) for dataset in chosen]

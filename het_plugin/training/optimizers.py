@@ -45,7 +45,7 @@ def adamw(
   ] = (),
   layer_decay: Annotated[float, '(0, 1]'] | None = None,
   factored_params: Annotated[str, 'regular expression'] | None = None,
-  late_params: tuple[str, int] | None = None,
+  late_params: tuple[Annotated[str, 'regular expression'], int] | None = None,
 ) -> OptaxWrapper:
   """AdamW (Loshchilov and Hutter, 2019): updates are -lr * (adam(gradient) + weight_decay * param).
 

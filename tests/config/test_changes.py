@@ -113,8 +113,10 @@ def test_more_steps_change_results_where_the_learning_rate_ends_with_them(decay,
   (change,) = changes(was, was.replace('total_steps = 1', 'total_steps = 2'))
   assert change.changes_results is serious
   share = 'warmup_schedule.warmup_steps = 0.1\n'  # of more steps: another warm-up
-  (change,) = changes(was + share, was.replace('total_steps = 1', 'total_steps = 2') + share)
-  assert change.changes_results
+  other = "a/warmup_schedule.decay = 'linear'\n"  # of a group of parameters
+  for setting in (share, other):
+    (change,) = changes(was + setting, was.replace('total_steps = 1', 'total_steps = 2') + setting)
+    assert change.changes_results
 
 
 def parameters(configurable):

@@ -233,6 +233,7 @@ def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkey
     (RUN, ['HetXL.class_multiple = 5', 'PjitPartitioner.num_partitions = 4'], 'cannot be split'),
     (RUN, ['TRAIN_STEPS = None'], 'given by nothing; exactly one of steps (TRAIN_STEPS), examples'),
     (RUN, ['X = runs/het'], """text needs quotes: --gin.X="'runs/het'\""""),
+    (RUN, ["ACTIONS = {'TRAIN': ["], 'EOF in multi-line statement'),
     (RUN, ['HEAD = HetXL'], 'or an object @ and (): @HetXL()'),
     (RUN, ['HEAD = @HetXl()'], "matching reference '@HetXl()': did you mean HetXL?"),
     (RUN, ['HetXL.num_factor = 1'], "parameter named 'num_factor': did you mean num_factors?"),

@@ -40,6 +40,15 @@ def test_what_is_no_number_does_not_help():
   assert best_ranks(np.array([[nan, 1, 2]], 'f'), both)[0] == NEVER
 
 
+def test_the_class_with_most_votes_is_right():
+  label = jnp.array([[2, 0, 2], [1, 0, -1], [-1, -1, -1]])
+  expected = np.array([[0, 0, 1], [1, 0, 0], [0, 0, 0]], bool)  # of a tie the lower class
+  np.testing.assert_array_equal(zeroshot.majority_mask(label, 3), expected)
+  weight = jnp.array([[0.1, 0.8, 0.1], [0.6, 0.4, 0], [0, 0, 0]])
+  expected[:2] = [[1, 0, 0], [0, 1, 0]]
+  np.testing.assert_array_equal(zeroshot.majority_mask(label, 3, weight), expected)
+
+
 @pytest.mark.parametrize('elements', [1, 500])
 def test_blocks_give_the_same_ranks(elements, monkeypatch):
   monkeypatch.setattr(zeroshot, '_BLOCK_ELEMENTS', elements)

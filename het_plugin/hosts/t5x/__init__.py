@@ -1,7 +1,7 @@
 """Adapters with which t5x (https://github.com/google-research/t5x) runs our models: docs/t5x.md.
 
 The modules import t5x, which is on GitHub only. gin/t5x/train.gin imports `engine`, which registers
-`CONFIGURABLES`, and gin/t5x/hooks.gin imports `hooks`, which registers `HOOKS`. Models, heads and
+`CONFIGURABLES`, and gin/t5x/stock.gin imports `hooks`, which registers `HOOKS`. Models, heads and
 seqio tasks do not depend on this package and work under t5x without it.
 """
 

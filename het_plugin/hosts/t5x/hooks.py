@@ -1,4 +1,4 @@
-"""Imported by gin/t5x/hooks.gin: registers our actions and optimizer beside t5x's.
+"""Imported by gin/t5x/stock.gin: registers our actions and optimizer beside t5x's.
 
 Raises:
   ModuleNotFoundError: t5x or a package that it needs is missing.
