@@ -254,12 +254,12 @@ def make_report(
     shown['fewshot_stderr'].setdefault(dataset, {})[shots] = stderr
   of_methods, of_pairs = averages(rows), differences(results)
   notes = ['Mean and standard error over draws of the examples.']
-  calls = {}
+  calls: dict[str, dict[str, list[str]]] = {}  # {settings: {call: runs}}
   for call, row in used:
     parts = (f'{name} {value}' for name, value in row['protocol'].items())
-    calls.setdefault(', '.join(parts).removeprefix('name '), {}).setdefault(call, {})[
-      row['run']
-    ] = 0
+    runs_of = calls.setdefault(', '.join(parts).removeprefix('name '), {}).setdefault(call, [])
+    if row['run'] not in runs_of:
+      runs_of.append(row['run'])
   mixed = {call for call, _ in used if sum(call in of for of in calls.values()) > 1}
   for settings, of in calls.items():
     names = (f'{call} ({", ".join(of[call])})' if call in mixed else call for call in of)
