@@ -20,6 +20,7 @@ from het_plugin.rows.labels import check_weights
 
 _log = logging.getLogger(__name__)
 
+_SPLITS = {'train', 'val', 'valid', 'validation', 'test'}  # usual names
 _SAMPLE = 16  # number of images whose size is read
 SUFFIXES = ('.jpg', '.jpeg', '.png')
 CAPTION_FILES = ('captions.jsonl', 'captions.csv', 'captions.tsv')
@@ -28,7 +29,7 @@ CAPTION_FILES = ('captions.jsonl', 'captions.csv', 'captions.tsv')
 class ImageFolderSource:
   """An ExampleSource of RGB images, uint8, in their own sizes.
 
-  The layout is the first one if there is a folder PATH/train:
+  The layout is the first one if there is a folder PATH/train, unless it is a class like the others:
     PATH/SPLIT/CLASS/*.jpg   every folder of PATH is a split; train has all classes
     PATH/CLASS/*.jpg         a fixed tenth of every class is 'validation', the rest 'train'
   Class ids follow the sorted folder names. A name of an image that is not a regular file, such as a
@@ -41,9 +42,11 @@ class ImageFolderSource:
     root = pathlib.Path(path)
     if not root.is_dir():
       raise ValueError(f'image_folder:{path}: there is no such folder.')
-    # A class may be called 'train', as in CIFAR-100: splits hold folders, classes do not.
-    if (root / 'train').is_dir() and any(map(_folders, _folders(root))):
-      files = {folder.name: _class_files(folder) for folder in _folders(root)}
+    folders = _folders(root)
+    found = {folder.name for folder in folders}
+    # A class may be called 'train', as in CIFAR-100: no folder holds folders then.
+    if 'train' in found and (found <= _SPLITS or any(map(_folders, folders))):
+      files = {folder.name: _class_files(folder) for folder in folders}
     else:
       files = _split_by_class(_class_files(root))
     names = tuple(files['train'])

@@ -29,6 +29,9 @@ def test_a_class_may_be_called_train(tmp_path, image_files):
   for name in ('car', 'train'):
     image_files.write(tmp_path / name, 2)
   assert ImageFolderSource(str(tmp_path)).info.class_names == ('car', 'train')
+  (tmp_path / 'car').rename(tmp_path / 'val')
+  with pytest.raises(ValueError, match='holds no class folders'):
+    ImageFolderSource(str(tmp_path))
 
 
 def test_class_folders_are_split_once_and_for_all(tmp_path, image_files):
