@@ -47,12 +47,12 @@ parts = [sys.version, *sys.argv[1:], *(open(name).read() for name in ("requireme
 print(hashlib.sha256("\n".join(parts).encode()).hexdigest())' "$ROOT" "$EXTRAS"
 }
 
-# Where PYTHONDONTWRITEBYTECODE is set, every start of Python would compile TensorFlow and all others again. This keeps
+# Where PYTHONDONTWRITEBYTECODE is set, every start of Python would compile TensorFlow and the others again. This keeps
 # what programs import, while they start. uv's --compile-bytecode takes 45 s, for three times as many modules.
 keep_bytecode() {
   [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]] || return 0
   local modules=jax,flax.linen,optax,orbax.checkpoint,clu.metrics,grain,scipy.stats,sklearn.linear_model
-  modules+=,matplotlib.pyplot,tensorflow_text,tensorflow_datasets,seqio
+  modules+=,matplotlib.pyplot,gin,tensorflow_text,tensorflow_datasets,seqio,pytest,hypothesis,onnx
   PYTHONDONTWRITEBYTECODE='' nice "$PYTHON" -c "import $modules" >/dev/null 2>&1 &
 }
 
