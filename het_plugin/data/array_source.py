@@ -206,8 +206,8 @@ def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray, tupl
       f'{name}: label is {labels.dtype} {labels.shape}; it must be integers [N] or [N, L], or soft '
       f'labels, float [N, K], with N = {num_images}, the number of images.'
     )
-  marks = names is not None and labels.shape[1:] == (len(names),) and len(names) > 2
-  if marks and not is_soft and annotator is None and np.isin(labels, (0, 1)).all():
+  is_numbers = not is_soft and annotator is None
+  if names is not None and is_numbers and labels_lib.are_marks(labels, len(names)):
     raise ValueError(
       f'{name}: label is {labels.shape} of 0 and 1, which mark classes; it must hold the numbers '
       'of the classes of each image, padded with -1.'

@@ -450,7 +450,7 @@ def _check(rows: Rows) -> None:
 
 def _check_no_marks(labels: np.ndarray, num_classes: int, link: str) -> None:
   """Raises ValueError if labels are one-hot or multi-hot instead of class numbers."""
-  if num_classes < 3 or labels.shape[1] != num_classes or not np.isin(labels, (0, 1)).all():
+  if not labels_lib.are_marks(labels, num_classes):
     return
   if link == 'sigmoid' or (labels.sum(axis=1) == 1).all():
     raise ValueError(

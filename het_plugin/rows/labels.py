@@ -28,6 +28,12 @@ def label_rows(labels: np.ndarray, num_examples: int) -> np.ndarray:
   return (labels[:, None] if labels.ndim == 1 else labels).astype(np.int32)
 
 
+def are_marks(labels: np.ndarray, num_classes: int) -> bool:
+  """Whether labels [N, ...] are 0 and 1 for each of three or more classes, not class numbers."""
+  is_wide = num_classes >= 3 and labels.shape[1:] == (num_classes,)
+  return is_wide and bool(np.isin(labels, (0, 1)).all())
+
+
 def check_range(where: str, labels: np.ndarray, num_classes: int | None) -> None:
   """Raises ValueError if a label of [N, L] is not below K, or negative; -1 is none where L > 1."""
   lowest = 0 if labels.shape[1] == 1 else -1
