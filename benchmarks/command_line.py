@@ -61,17 +61,22 @@ def write_json(path: Path | None, result: dict | list) -> None:
 
 
 def collect(path: Path | None, total: int, rows: Iterable[dict]) -> list[dict]:
-  """The rows as a list, with progress. The path of --json has those measured so far."""
+  """As `report`, of rows that take long: with progress, and --json has those measured so far."""
   found = []
   with reporting.Progress('measured', total, unit='rows') as progress:
     for row in rows:
       found.append(row)
       write_json(path, found)
       progress.update()
+  _print_rows(found)
   return found
 
 
 def report(path: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
   """Prints rows with the same columns as a table and writes them to the path of --json."""
-  print_table(list(rows[0]), [list(row.values()) for row in rows])
+  _print_rows(rows)
   write_json(path, rows)
+
+
+def _print_rows(rows: Sequence[Mapping[str, object]]) -> None:
+  print_table(list(rows[0]), [list(row.values()) for row in rows])

@@ -20,7 +20,7 @@ os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=8')
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import collect, integers, make_parser, names, report
+from command_line import collect, integers, make_parser, names
 from flax.linen import partitioning as flax_partitioning
 from integrator import time_in_turns
 from jax.sharding import PartitionSpec
@@ -164,7 +164,6 @@ def main():
   cases = [(x, s) for x in args.losses for s in (args.samples if x == 'het_xl' else [0])]
   partitioner = PjitPartitioner(args.model_shards)
   rows = collect(args.json, len(cases), (compare(args, partitioner, *case) for case in cases))
-  report(args.json, rows)
   for row in rows:
     print(
       f'{row["loss"]}, S = {row["s"]}: {row["time_ratio"]:.2f} times as fast as the plain loss '

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import threadpoolctl
-from command_line import collect, integers, make_parser, report
+from command_line import collect, integers, make_parser
 from sklearn.linear_model import RidgeClassifier
 
 from het_plugin.measures import ridge
@@ -127,7 +127,6 @@ def main() -> None:
   args = parser.parse_args()
   measured = (row(args.shots * k, args.d, k, args.m, args.turns) for k in args.classes)
   rows = collect(args.json, len(args.classes), measured)
-  report(args.json, rows)
   print(
     'ratios (least over the rows): '
     f'RidgeClassifier {min(r["ridge_classifier_ratio"] for r in rows):.2f}, '

@@ -36,7 +36,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import add_clock, collect, integers, make_parser, names, report
+from command_line import add_clock, collect, integers, make_parser, names
 
 from het_plugin import heads
 from het_plugin.heads import class_buckets
@@ -387,7 +387,6 @@ def compare_tiles(args):
   num_ways = sum(1 + (head != 'het') + args.tokamax * (head == 'det') for head, *_ in cases)
   rows = (row for case in cases for row in many_classes(args, *case))
   rows = collect(args.json, num_ways, rows)
-  report(args.json, rows)
   least = min(rows, key=lambda row: row['temp_bytes'])
   print(
     f'least temporary memory: {least["temp_bytes"] / 1e6:.1f} MB ({least["head"]}, '
@@ -466,7 +465,6 @@ def main():
   if args.equal_accuracy:
     cases = list(itertools.product(args.noises or [None], args.heads, args.links))
     rows = collect(args.json, len(cases), (equal_accuracy(args, *case) for case in cases))
-    report(args.json, rows)
     worst = min(rows, key=lambda row: row['time_ratio'])
     print(f'at equal accuracy {worst["time_ratio"]:.1f} times as fast as the paper, or more')
     return
@@ -485,7 +483,6 @@ def main():
     samples['sigmoid'] = [*samples['sigmoid'], ('exact', PAPER_SAMPLES)]
   total = len(args.heads) * sum(map(len, samples.values()))
   rows = collect(args.json, total, measured())
-  report(args.json, rows)
   last = max((row for row in rows if row['method'] == 'sample'), key=lambda row: row['s'])
   worst = min(rows, key=lambda row: row['time_ratio'])
   print(

@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import collect, make_parser, names, report
+from command_line import collect, make_parser, names
 
 from het_plugin.backbones import vit
 from het_plugin.data import TaskInfo
@@ -185,7 +185,6 @@ def main():
   if args.pairs < 2:
     parser.error(f'--pairs={args.pairs} must be at least 2')
   rows = collect(args.json, len(args.sizes), (measure(args, name) for name in args.sizes))
-  report(args.json, rows)
   for row in rows:
     low, high = row['ratio_quartiles']
     print(

@@ -10,7 +10,7 @@ fit there. The last column is the formula of docs/scale.md for what a head adds 
 
 import itertools
 
-from command_line import collect, make_parser, names, report
+from command_line import collect, make_parser, names
 
 from het_plugin.planning import worker
 from het_plugin.planning.worker import Request
@@ -89,7 +89,6 @@ def main():
   args = parser.parse_args()
   cases = list(itertools.product(args.backbones, args.meshes, args.heads))
   rows = collect(args.json, len(cases), (make_row(args, *case) for case in cases))
-  report(args.json, rows)
   first = {name: rows[0][name] for name in ('backbone', 'mesh')}
   peaks = {row['head']: row['peak_gib'] for row in rows if first.items() <= row.items()}
   if peaks.get('det') and peaks.get('het_xl'):

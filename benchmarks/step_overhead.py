@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from command_line import add_clock, collect, integers, make_parser, names, report
+from command_line import add_clock, collect, integers, make_parser, names
 
 from het_plugin.backbones import vit
 from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
@@ -162,7 +162,6 @@ def main():
   args = parser.parse_args()
   total = len(args.batches) * (1 + len(args.heads) * len(args.samples))
   rows = collect(args.json, total, (row for x in args.batches for row in compare(args, x)))
-  report(args.json, rows)
   if args.png:
     args.png.write_bytes(grid_png(rows, GRID))
   fitting = [row for row in rows if row['time_ratio']]
