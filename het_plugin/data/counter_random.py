@@ -45,7 +45,7 @@ def uniform(key: np.ndarray, num_draws: int) -> np.ndarray:
 def standard_normal(key: np.ndarray, num_draws: int) -> np.ndarray:
   """N(0, 1) draws at 16 bits of resolution, float32 [B, num_draws], from keys uint64 [B]."""
   words = fold(key[:, None], np.arange(-(-num_draws // 4)))  # each holds four 16-bit draws
-  return _normal_quantiles()[words.view(np.uint16)[:, :num_draws]]
+  return _normal_quantiles().take(words.view(np.uint16)[:, :num_draws])
 
 
 def permutation(key: np.ndarray, size: int) -> np.ndarray:

@@ -106,12 +106,12 @@ def glyph_bank(class_set: str, faces: tuple[str, ...], size: int) -> GlyphBank:
   first = np.concatenate([[0], np.cumsum([len(fs) for fs in owned])])
   pairs = [(face, chr(c)) for c, fs in zip(code_points, owned, strict=True) for face in fs]
   images = np.zeros((len(pairs), size + 2, size + 2), np.uint8)
-  blank, lock = np.ones(len(pairs), bool), threading.Lock()
+  every, blank, lock = np.arange(len(pairs)), np.ones(len(pairs), bool), threading.Lock()
 
-  def draw(rows: np.ndarray | slice = slice(None)) -> None:
+  def draw(rows: np.ndarray = every) -> None:
     with lock:
       fonts = functools.cache(_load_font)  # released after this call: together they are 50 MB
-      for row in np.unique(np.arange(len(pairs))[rows][blank[rows]]):
+      for row in np.unique(rows[blank[rows]]):
         _draw_centred(images[row, 1:-1, 1:-1], fonts, *pairs[row])
         blank[row] = False
 
