@@ -116,6 +116,7 @@ def test_other_operations():
       'reversed_cumsum': jax.lax.cumsum(order, 1, reverse=True),
       'expm1': jnp.expm1(x * 1e-4),
       'log1p': jnp.log1p(jnp.square(x) * 1e-6),
+      'logistic': jax.nn.sigmoid(8 * x),
       'power': jnp.power(jnp.abs(x), 1.5) + x**3,
       'remainder': jnp.fmod(x, 0.3),
       'any': (x > 1).any(axis=1) ^ (x < -1).all(axis=1),
