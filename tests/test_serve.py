@@ -264,7 +264,11 @@ def test_a_program_replaces_a_program_as_a_whole(rows, tmp_path, monkeypatch):
   det, folder = estimators.DetClassifier(max_iter=5, tol=1.0).fit(x, y), tmp_path / 'det'
   estimators.export(det, str(folder), 'onnx')
   (tmp_path / '.old.det' / 'left').mkdir(parents=True)  # by an export that was killed
-  estimators.export(det, str(folder), 'stablehlo')
+  link = tmp_path / 'link'
+  link.symlink_to(folder)
+  estimators.export(det, str(link), 'stablehlo')
+  assert link.readlink() == folder
+  link.unlink()
   names = {'metadata.json', 'program.stablehlo'}
   assert {x.name for x in folder.iterdir()} == names
 

@@ -122,7 +122,7 @@ def write(program: Program, folder: str, kind: str) -> dict[str, Any]:
       f'{size / 2**30:.1f} GiB: use saved_model'
     )
   metadata = program.metadata(kind)
-  with _replacing_folder(Path(folder)) as unfinished:
+  with _replacing_folder(Path(folder).resolve()) as unfinished:  # a link stays one
     _WRITERS[kind](program, unfinished, metadata)
     (unfinished / METADATA).write_text(json.dumps(metadata, indent=2) + '\n', encoding='utf-8')
   return metadata
