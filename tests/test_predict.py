@@ -11,6 +11,7 @@ from PIL import Image
 
 from het_plugin import data, evaluate, predict, runs
 from het_plugin import rows as rows_lib
+from het_plugin.evaluation.predict import Images
 from het_plugin.evaluation.predict import predict as predict_images
 
 
@@ -61,6 +62,15 @@ def test_images_of_a_file_and_of_a_folder(digits_run, run_main, tmp_path):
     # The PNG has rounded levels and the model is nearly untrained, so classes may change places.
     assert float(row['probability_1']) == pytest.approx(want['top'][0]['probability'], abs=0.01)
     assert row['class_1'] != row['class_2'] and {row['class_1'], row['class_2']} <= {*'0123456789'}
+
+
+def test_an_array_keeps_its_bytes(tmp_path):
+  image = np.arange(3 * 64, dtype=np.uint8).reshape(3, 8, 8)
+  np.savez(tmp_path / 'x.npz', image=image)
+  read, labels = Images(f'{tmp_path}/x.npz').read('all', np.array([2, 0]), 8, 0)
+  assert read.dtype == np.uint8  # not four times as much memory
+  np.testing.assert_array_equal(read[..., 0], image[[2, 0]])
+  assert (labels == -1).all()
 
 
 @pytest.mark.slow

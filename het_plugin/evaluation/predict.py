@@ -60,19 +60,21 @@ class Images:
           raise ValueError(
             f'image is {list(images.shape)}, channels first; it must be [N, H, W, C]'
           )
-        levels = images.astype(np.float32) / (255 if images.dtype == np.uint8 else 1)
-        if not ((levels >= 0) & (levels <= 1)).all():
-          raise ValueError(
-            f'the floats of image go from {levels.min()} to {levels.max()}; they must be in [0, 1]'
-          )
-      self._images = 2 * (levels if images.ndim == 4 else levels[..., None]) - 1
+        if images.dtype != np.uint8:
+          if images.size and not (images.min() >= 0 and images.max() <= 1):  # NaN is neither
+            raise ValueError(
+              f'the floats of image go from {images.min()} to {images.max()}; they must be in '
+              '[0, 1]'
+            )
+          images = 2 * images.astype(np.float32) - 1
+      self._images = images if images.ndim == 4 else images[..., None]
       self.names = [str(i) for i in range(len(images))]
       channels = self._images.shape[-1]
     else:
       found = root.rglob('*') if root.is_dir() else [root]
-      self._images = self.files = image_files([x for x in found if x.is_file()])
+      self.files = image_files([x for x in found if x.is_file()])
       # A name may have bytes that are not text, which no file of results can hold.
-      self.names = [os.fsencode(x).decode('utf-8', 'backslashreplace') for x in self._images]
+      self.names = [os.fsencode(x).decode('utf-8', 'backslashreplace') for x in self.files]
     if not self.names:
       raise ValueError(
         f'--dataset={path} holds no images: a .npz file or files of {", ".join(SUFFIXES)}'
@@ -81,9 +83,7 @@ class Images:
     self.info = data.TaskInfo(1, True, channels, None, {_SPLIT: len(self.names)})
 
   def read(self, split: str, ids: np.ndarray, size: int, seed: int) -> tuple[list, np.ndarray]:
-    images = [self._images[i] for i in ids]
-    if not self.is_array:
-      images = list(map(read_bytes, images))
+    images = self._images[ids] if self.is_array else [read_bytes(self.files[i]) for i in ids]
     return images, np.full((len(ids), 1), -1, np.int32)
 
   def describe(self, split: str, example_id: int) -> str:
