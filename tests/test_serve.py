@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -291,6 +292,11 @@ def test_onnx_computes_in_float32_what_the_run_computes_in_bfloat16(digits_run, 
   exact = with_samples(runs.open_run(digits_run[0]), run.model.eval_integrator.num_samples, True)
   expected = np.exp(exact.predict({'image': x})['log_prob'])
   np.testing.assert_allclose(found['probabilities'][:5], expected, atol=1e-5)
+
+
+def test_a_backbone_of_ones_own_is_compared_in_float32_too():
+  module = serve._float32(backbones.PlainBackbone(nn.Dense(4, dtype='bfloat16')))
+  assert module.module.dtype == np.float32
 
 
 @NEEDS_ONNX

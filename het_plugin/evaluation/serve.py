@@ -53,6 +53,8 @@ def export(run: Run, folder: str, kind: str, *, entropies: bool = False) -> dict
 
 
 def _float32(module: nn.Module) -> nn.Module:
+  if isinstance(inner := getattr(module, 'module', None), nn.Module):  # of a `PlainBackbone`
+    return module.clone(module=_float32(inner))
   return module.clone(dtype=jnp.float32) if hasattr(module, 'dtype') else module
 
 
