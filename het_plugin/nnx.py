@@ -22,7 +22,7 @@ from flax import nnx, traverse_util
 
 from het_plugin import heads
 from het_plugin.heads import FixedTemperature, LearnedTemperature, predictive_logits, row_keys
-from het_plugin.heads.predictive import AnyIntegrator
+from het_plugin.heads.predictive import AnyIntegrator, check_integrator
 from het_plugin.integrate import GaussianLogits, Integrator
 
 __all__ = [
@@ -187,6 +187,7 @@ class PredictiveLogits(nnx.Module):
       )
     self.head = head
     self.integrator = Integrator() if integrator is None else integrator
+    check_integrator(self.integrator)
     self.deterministic = deterministic
     self.rng_collection = rng_collection
     self.rngs = nnx.data(None if rngs is None else rngs[rng_collection].fork())

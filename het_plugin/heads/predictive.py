@@ -112,6 +112,15 @@ def served(
   return found
 
 
+def check_integrator(integrator: AnyIntegrator) -> None:
+  """Raises ValueError if it is none, such as a number of samples."""
+  if not isinstance(integrator, AnyIntegrator):
+    raise ValueError(
+      f'PredictiveLogits.integrator={integrator!r} must be an Integrator, Analytic or Location: '
+      'Integrator(num_samples=64)'
+    )
+
+
 def row_keys(key: jax.Array, num_rows: int) -> jax.Array:
   """A typed PRNG key [num_rows] for each row of a batch, from a typed or a raw key."""
   if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -155,11 +164,7 @@ class PredictiveLogits(nn.Module):
       raise ValueError(
         f'PredictiveLogits.head={self.head!r} must be a linen module: HetXL(num_classes=1000)'
       )
-    if not isinstance(self.integrator, AnyIntegrator):
-      raise ValueError(
-        f'PredictiveLogits.integrator={self.integrator!r} must be an Integrator, Analytic or '
-        'Location: Integrator(num_samples=64)'
-      )
+    check_integrator(self.integrator)
     super().__post_init__()
 
   def __call__(self, phi: jax.Array) -> jax.Array:

@@ -215,6 +215,10 @@ def test_export_with_a_symbolic_batch(link):
     (lambda: PredictiveLogits(nn.Dense(3)).init(jax.random.key(0), PHI), 'returned ArrayImpl'),
     (lambda: het_plugin.nnx.PredictiveLogits(make(Det)), 'must be an nnx module'),
     (
+      lambda: het_plugin.nnx.PredictiveLogits(het_plugin.nnx.Det(D, K, rngs=nnx.Rngs(0)), 64),
+      'integrator=64 must be an Integrator',
+    ),
+    (
       lambda: het_plugin.nnx.PredictiveLogits(nnx.Linear(D, K, rngs=nnx.Rngs(0)))(PHI),
       'returned ArrayImpl',
     ),
