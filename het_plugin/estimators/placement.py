@@ -80,10 +80,13 @@ def place_rows(rows: objective.Rows, mesh: Sequence[int] | None) -> objective.Ro
 
 
 def forget_pages(x: np.ndarray) -> None:
-  """Takes the pages of a mapped file that have been read out of this process' memory."""
+  """Takes the pages of a mapped file that have been read out of this process' memory.
+
+  Not those of mode 'c', where changes of the rows are in these pages only.
+  """
   owner: Any = x
   while isinstance(owner, np.ndarray) and not isinstance(owner, np.memmap):
     owner = owner.base
   file = getattr(owner, '_mmap', None)  # of np.memmap
-  if isinstance(file, mmap.mmap):
+  if isinstance(file, mmap.mmap) and owner.mode != 'c':
     file.madvise(mmap.MADV_DONTNEED)

@@ -127,6 +127,17 @@ def test_features_in_files_and_of_two_bytes(data, tmp_path):
   )
 
 
+def test_changes_of_a_copy_on_write_file_are_kept(data, tmp_path):
+  x, y = (rows[:60] for rows in data)
+  np.save(tmp_path / 'x.npy', x)
+  mapped = np.load(tmp_path / 'x.npy', mmap_mode='c')
+  mapped /= 2
+  det = DetClassifier(solver='adam', max_iter=1)
+  with pytest.warns(ConvergenceWarning):
+    np.testing.assert_array_equal(det.fit(mapped, y).predict(mapped), det.predict(x / 2))
+  np.testing.assert_array_equal(mapped, x / 2)
+
+
 @pytest.mark.parametrize('solver', ['lbfgs', 'adam'])
 def test_wrong_rows_are_one_sentence(data, solver, tmp_path):
   x, y = (rows[:60].copy() for rows in data)
