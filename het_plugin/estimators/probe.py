@@ -298,8 +298,7 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
     if held_out is not None:
       known = held_out
       if settings.target == 'votes' or y.ndim == 1:  # others have no probability
-        labels, seen = train.labels[held_out], train.labels[fitted]
-        known = held_out[((labels < 0) | np.isin(labels, seen)).all(axis=1)]
+        known = held_out[_are_known(train.labels[held_out], train.labels[fitted])]
       left_out += len(held_out) - len(known)
       rows = train.take(known)
     predictions = _predictions(estimator, rows)
@@ -319,6 +318,11 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
     {name: float(np.mean([x[name] for x in agreements])) for name in (agreements or [{}])[0]},
     price(num_noise_params(estimator), len(fitted)),
   )
+
+
+def _are_known(labels, seen):
+  """Whether all labels of each row [N, L] are among those that a fit has seen."""
+  return ((labels < 0) | np.isin(labels, seen)).all(axis=1)
 
 
 def _ends_of_the_grid(outcome, settings):
@@ -384,8 +388,8 @@ def fit_best(
     part, held_out = train_test_split(
       fitted, test_size=settings.validation, random_state=settings.seed
     )
-    if y.ndim == 1:  # classes that are not among these rows have no probability
-      held_out = held_out[np.isin(y[held_out], y[part])]
+    if settings.target == 'votes' or y.ndim == 1:  # as in `_outcome`
+      held_out = held_out[_are_known(y[held_out].reshape(len(held_out), -1), y[part])]
     nll = []
     for point in grid:
       estimator, is_unfinished = fit(point, part)

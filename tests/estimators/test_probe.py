@@ -1,5 +1,6 @@
 """`probe`: a table of heads on files of representations, against numbers computed here."""
 
+import itertools
 import json
 import re
 import signal
@@ -169,6 +170,11 @@ def test_rows_of_a_class_of_one_fold_are_left_out(files):
   report = probe.probe((arrays['features'], arrays['label']), None, settings(folds=3))
   assert report.json[0]['num_examples'] == 299
   assert 'Rows left out, because no other fold has their class: 1.' in report.text()
+  # Nor can the row choose from a grid, where it is held out for that.
+  y = arrays['label'][:, None]
+  of_grid = settings(target='votes', c=(0.1, 1.0), max_iter=2, validation=0.5, seed=3)
+  of_fold = arrays['features'], y, np.arange(30), of_grid, {}, itertools.repeat('')
+  probe.fit_best('det', *of_fold)
 
 
 def test_weights_of_labels_are_shares(files, tmp_path):
