@@ -533,7 +533,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       raise ValueError(f'Reshape your data: X has shape {X.shape}, and must be [N, D]')
     if hasattr(X, 'dtype'):
       X = inputs.widened(X)
-    dtype = [np.float32, np.float64]
+    dtype = [np.float64, np.float32]  # the first is that of integers, which float32 may round
     X = validate_data(self, X, dtype=dtype, reset=fit, ensure_all_finite=False)
     inputs.check_finite(X)
     return X, y

@@ -96,6 +96,13 @@ def test_features_of_any_scale_reach_the_optimum():
   assert abs(det.nll(x, y).mean() - nll) < 1e-4
 
 
+def test_integers_that_float32_would_round_are_features_as_they_are():
+  x, y = problem(num_rows=60)
+  times = np.int64(100 * x) + 1_600_000_000
+  by_integers, by_floats = (DetClassifier(max_iter=20).fit(t, y) for t in (times, times * 1.0))
+  np.testing.assert_array_equal(by_integers.predict_proba(times), by_floats.predict_proba(times * 1.0))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('cls', NOISY)
 def test_noise_never_has_a_worse_objective_than_det(cls):
