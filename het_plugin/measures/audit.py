@@ -15,6 +15,7 @@ is near the identity, and few labels seem wrong.
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from scipy import sparse
@@ -37,12 +38,12 @@ class Audit:
     probability: float64 [N], p of the label.
     confidence: float64 [N], p of the most probable class.
     wrong: float64 [N], the probability that the label is wrong, given the label.
-    suggested: int [N], the most probable truth given the label.
+    suggested: int or text [N], the most probable truth given the label.
     kind: [N], of `KINDS`: 'wrong' if that is more probable than not; else 'ambiguous' if no class
       has p above one half; else 'fine'.
     confusions: float64 [K, K], T: the share of people who write y for the truth k.
     classes: float64 [K], the share of examples whose truth is k.
-    ids: int [K], the classes, in the order of the columns.
+    ids: int or text [K], the classes, in the order of the columns.
     share: the share of wrong labels, with its standard error over examples, given T.
     share_error: that standard error; None for one example.
   """
@@ -58,7 +59,7 @@ class Audit:
   share: float
   share_error: float | None
 
-  def pairs(self, count: int) -> list[tuple[int, int, float, float]]:
+  def pairs(self, count: int) -> list[tuple[Any, Any, float, float]]:
     """The most frequent confusions: (truth k, label y, T_ky, share of all examples).
 
     Pairs with T_ky below 0.05%, or of less than half an example, are left out.
@@ -68,8 +69,9 @@ class Audit:
     np.fill_diagonal(joint, 0.0)
     order = np.argsort(joint, axis=None)[::-1][:count]
     truths, labels = np.unravel_index(order, joint.shape)
+    ids = self.ids.tolist()
     return [
-      (int(self.ids[k]), int(self.ids[y]), float(self.confusions[k, y]), float(joint[k, y]))
+      (ids[k], ids[y], float(self.confusions[k, y]), float(joint[k, y]))
       for k, y in zip(truths, labels, strict=True)
       if joint[k, y] > 0
     ]

@@ -80,6 +80,8 @@ def test_pairs_and_suggestions_are_ids_of_classes():
   assert {pair[:2] for pair in found.pairs(3)} == {(3, 7), (7, 9), (9, 3)}
   assert found.ids.tolist() == [3, 7, 9] and set(found.suggested) == {3, 7, 9}
   assert (found.suggested == truth).mean() > (label == truth).mean()
+  by_name = audit_lib.audit(x, label.astype(str), Settings(**SETTINGS))
+  assert {pair[:2] for pair in by_name.pairs(3)} == {('3', '7'), ('7', '9'), ('9', '3')}
 
 
 PEAK = """
