@@ -13,7 +13,7 @@ from sklearn.model_selection import StratifiedKFold
 
 from het_plugin import reporting, weights
 from het_plugin import rows as rows_lib
-from het_plugin.estimators import inputs, probe
+from het_plugin.estimators import inputs, probe, targets
 from het_plugin.measures import audit as measure
 
 if TYPE_CHECKING:  # imports tasks of images, which files do not need
@@ -50,7 +50,7 @@ def audit(
       choose (`probe.choose`).
 
   Raises:
-    ValueError: there are several heads, or too few rows of a class.
+    ValueError: there are several heads, too few rows of a class, or label is not one for each row.
   """
   settings = SETTINGS if settings is None else settings
   x = features if isinstance(features, np.ndarray) else np.asarray(features)  # keeps a memory map
@@ -68,7 +68,8 @@ def _audit(features, label, settings) -> tuple[measure.Audit, int]:
   """The audit, and the number of fits that have not converged."""
   if len(settings.heads) != 1:
     raise ValueError(f'--head={",".join(settings.heads)} must be one head')
-  classes, y = np.unique(label, return_inverse=True)
+  encoded = targets.encode(inputs.labels_of_rows(features, label), 'classes')
+  classes, y = encoded.classes, encoded.values[:, 0]
   if len(classes) < 2:
     raise ValueError(f'the labels have {len(classes)} class: an audit needs two or more')
   counts = np.bincount(y).tolist()

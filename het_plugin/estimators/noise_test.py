@@ -26,6 +26,7 @@ from sklearn.model_selection import KFold
 from het_plugin import reporting
 from het_plugin.estimators import (
   fitting,
+  inputs,
   lbfgs,
   objective,
   placement,
@@ -154,7 +155,7 @@ def noise_test(
   start = time.perf_counter()
   classes = None if location is None else np.arange(location[0].shape[1])
   rng = np.random.default_rng(seed)
-  labels = targets.encode(np.asarray(y), target, classes)
+  labels = targets.encode(inputs.labels_of_rows(x, y), target, classes)
   k, chosen = len(labels.classes), np.arange(len(x))
   if len(x) * k > MAX_ENTRIES:
     chosen = np.sort(rng.choice(len(x), max(MAX_ENTRIES // k, folds), replace=False))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from het_plugin import rows as rows_lib
-from het_plugin.estimators import DetClassifier, inputs, minibatch, probe
+from het_plugin.estimators import DetClassifier, inputs, minibatch, noise_test, probe
 from het_plugin.estimators import audit as audit_lib
 from het_plugin.estimators.probe import Settings
 from het_plugin.evaluation.examples import Examples
@@ -82,6 +82,19 @@ def test_pairs_and_suggestions_are_ids_of_classes():
   assert (found.suggested == truth).mean() > (label == truth).mean()
   by_name = audit_lib.audit(x, label.astype(str), Settings(**SETTINGS))
   assert {pair[:2] for pair in by_name.pairs(3)} == {('3', '7'), ('7', '9'), ('9', '3')}
+
+
+def test_wrong_labels_are_one_sentence():
+  x, _, label = problem(60)
+  for wrong, message in (
+    (label[:50], r'y has shape \(50,\); it must be \[60\]'),
+    (np.where(label == 3, np.nan, label), 'y contains NaN'),
+    (np.stack([label, label], axis=1), 'y should be a 1d array'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      audit_lib.audit(x, wrong, Settings(**SETTINGS))
+  with pytest.raises(ValueError, match=r'y has shape \(60,\); it must be \[50\]'):
+    noise_test.noise_test(x[:50], label, progress=False)
 
 
 PEAK = """
