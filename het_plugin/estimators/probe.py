@@ -173,6 +173,11 @@ def probe(
     )
   y, classes, target = targets_of(train_rows, settings.target)
   settings = dataclasses.replace(settings, target=target)
+  if ood_rows is not None and target == 'auto' and y.ndim == 2:
+    raise ValueError(
+      f'--ood={ood if isinstance(ood, str) else "rows"} needs one label a row, or --target=votes: '
+      f'{train} has several, and each of their classes would have a probability of its own'
+    )
   if test_rows is not None:
     _columns(test_rows.labels, classes)
   rows, starts = (train_rows, y, test_rows, ood_rows), {}

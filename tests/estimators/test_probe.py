@@ -311,3 +311,5 @@ def test_votes_and_rows_of_another_distribution(tmp_path):
   assert found['soft_label_nll'] == pytest.approx(-np.mean(expected), abs=1e-5)
   assert found['disagreement_correlation'] > 0.2 and found['ood_auroc'] > 0.6
   assert 'ood_auroc' in report.text()
+  with pytest.raises(ValueError, match='ood.npz needs one label a row, or --target=votes'):
+    probe.probe(str(tmp_path / 'a.npz'), None, settings(), str(tmp_path / 'ood.npz'))
