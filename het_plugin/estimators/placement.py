@@ -41,10 +41,12 @@ def on(mesh: Sequence[int] | None) -> Generator[None]:
   """Inside, computations are on the mesh, or on one device for None, and products are in float32.
 
   Without that JAX multiplies float32 with 11 bits on a GPU (TF32) and with 8 on a TPU. On an H100
-  a fit of HET then met no step that lowers its objective, at a gradient above `tol`.
+  a fit of HET then met no step that lowers its objective, at a gradient above `tol`. Where
+  `jax_enable_x64` is set, types would differ.
   """
   with contextlib.ExitStack() as stack:
     stack.enter_context(jax.default_matmul_precision('highest'))
+    stack.enter_context(jax.enable_x64(False))
     if mesh is not None:
       stack.enter_context(jax.set_mesh(make_mesh(mesh)))
       stack.enter_context(partitioning.axis_rules(RULES))

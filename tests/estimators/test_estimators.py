@@ -2,6 +2,7 @@
 
 import warnings
 
+import jax
 import numpy as np
 import pytest
 from sklearn.base import clone
@@ -99,8 +100,10 @@ def test_features_of_any_scale_reach_the_optimum():
 def test_integers_that_float32_would_round_are_features_as_they_are():
   x, y = problem(num_rows=60)
   times = np.int64(100 * x) + 1_600_000_000
-  by_integers, by_floats = (DetClassifier(max_iter=20).fit(t, y) for t in (times, times * 1.0))
-  np.testing.assert_array_equal(by_integers.predict_proba(times), by_floats.predict_proba(times * 1.0))
+  by_integers, by_floats = (DetClassifier().fit(t, y) for t in (times, times * 1.0))
+  np.testing.assert_array_equal(
+    by_integers.predict_proba(times), by_floats.predict_proba(times * 1.0)
+  )
 
 
 @pytest.mark.slow
@@ -305,6 +308,14 @@ def test_wrong_labels_are_one_sentence():
     DetClassifier(target='votes').fit(x, np.full((20, 2), 0.5))
   with pytest.raises(ValueError, match='too large for float32'):
     DetClassifier().fit(np.where(x > 1, 1e39, x.astype(float)), y)
+
+
+def test_where_jax_has_64_bits_the_fit_is_the_same():
+  x, y = problem(num_rows=60)
+  expected = DetClassifier(max_iter=20, tol=0.1).fit(x, y).predict_proba(x)
+  with jax.enable_x64(True):
+    found = DetClassifier(max_iter=20, tol=0.1).fit(x, y).predict_proba(x)
+  np.testing.assert_array_equal(found, expected)
 
 
 def test_class_ids_of_64_bits_stay_what_they_are():
