@@ -102,6 +102,11 @@ def main(argv: Sequence[str]) -> None:
     chosen, (train, *test) = settings(), [F.train, F.test]
     of_checkpoint = ['dataset', 'splits', 'layer', 'output_dir']
     command_line.check_rows_flags(['train', 'test'], of_checkpoint)
+    unused = [] if set(chosen.heads) - {'det'} else ['C_noise', 'num_factors', 'num_samples']
+    unused += ['folds'] if F.test else []
+    if given := [name for name in unused if F[name].present and not F.noise_test]:
+      other = '--test' if given[0] == 'folds' else '--heads=det, which has no noise'
+      raise ValueError(f'--{given[0]} has no effect on {other}')
     if F.checkpoint:
       from het_plugin.evaluation import represent  # imports TensorFlow, which files do not need
 
