@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError(f'name one ablation{given}: {", ".join(study.names())}')
     own, of_runs = study.split_bindings(flags.FLAGS.gin_bindings)
     chosen = study.load(argv[1], own, flags.FLAGS.gin_search_paths)
-    output_dir = Path(flags.FLAGS.output_dir or f'runs/ablations/{Path(argv[1]).stem}')
+    named = flags.FLAGS.output_dir or f'runs/ablations/{Path(argv[1]).stem}'
+    output_dir = flag_values.local_folder('output_dir', named)
     seeds = flags.FLAGS.seeds
     request = study.Request(
       output_dir,

@@ -15,11 +15,10 @@ if __name__ == '__main__':
   stopping.install()  # the imports below take seconds
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from absl import flags, logging
 
-from het_plugin.config import command_line
+from het_plugin.config import command_line, flag_values
 from het_plugin.experiments import temperature, trainings
 from het_plugin.training import compilation_cache
 
@@ -51,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     methods = temperature.parse_methods(flags.FLAGS.method)
     grid = temperature.parse_grid(flags.FLAGS.grid)
-    output_dir = Path(flags.FLAGS.output_dir)
+    output_dir = flag_values.local_folder('output_dir', flags.FLAGS.output_dir)
     base = trainings.Training(
       [flags.FLAGS.run, *flags.FLAGS.gin_file],
       flags.FLAGS.gin_bindings,

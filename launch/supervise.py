@@ -20,6 +20,7 @@ launcher and was killed alone, its processes save first: a restart waits for the
 Needs only the standard library, so that it also runs on hosts where nothing is installed yet.
 """
 
+import argparse
 import contextlib
 import fcntl
 import json
@@ -87,9 +88,17 @@ def supervise(
       log.flush()
 
 
+def _local(folder: str) -> Path:
+  if '://' in folder:
+    raise argparse.ArgumentTypeError(f'{folder} must be a local folder: the log is appended to')
+  return Path(folder)
+
+
 def main() -> int:
   parser = processes.make_parser(__doc__)
-  parser.add_argument('--folder', type=Path, required=True, help='Folder of the log and state.')
+  parser.add_argument(
+    '--folder', type=_local, required=True, help='Local folder of the log and state.'
+  )
   parser.add_argument(
     '--max_restarts', type=int, default=20, help='Number of restarts after exit code 42.'
   )

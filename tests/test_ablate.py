@@ -138,3 +138,5 @@ def test_names(run_main, tmp_path):
   }.items():
     assert words in run_main(ablate, 'heads', f'--gin.{setting}', code=2), setting
   assert "cells names the cell 'HET-L'" in run_main(ablate, 'heads', '--cell=HET-L', code=2)
+  message = run_main(ablate, 'heads', '--output_dir=gs://b/x', code=2)
+  assert '--output_dir=gs://b/x must be a local directory' in message

@@ -60,6 +60,7 @@ def test_unknown_head_is_named(run_main, tmp_path):
   message = run(run_main, tmp_path, '--heads=het_xxl', code=2)
   assert '--heads=het_xxl ' in message and ': choose from det, det_learned_tau' in message
   assert '--heads= ' in run(run_main, tmp_path, '--heads=', code=2)
+  assert '--output_dir=gs://b/x must be' in run(run_main, 'gs://b/x', code=2)
 
 
 def result(head, nll, factors=None, extra=0, pace=100.0):

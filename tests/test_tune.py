@@ -82,5 +82,6 @@ def test_wrong_settings_are_one_sentence(run):
     ({'method': 'all', 'gin.LR': 5.0}, 'LR = 5.0 is used by nothing: did you mean LEARNING_RATE?'),
     ({'gin.HetXL.link': "'softmax'", 'gin.Het.num_factors': 3}, 'HEAD is @HetXL()'),
     ({'grid': 'x'}, '--grid=x must be '),
+    ({'output_dir': 'gs://b/x'}, '--output_dir=gs://b/x must be a local directory'),
   ):
     assert message in run(code=2, **settings)

@@ -26,7 +26,7 @@ import gin
 from het_plugin import reporting, runs, weights
 from het_plugin import rows as rows_lib
 from het_plugin.config import changes
-from het_plugin.config.flag_values import parse_sweep
+from het_plugin.config.flag_values import local_folder, parse_sweep
 from het_plugin.evaluation import evaluate, represent, select
 from het_plugin.evaluation.candidates import candidate_names, number_to_keep
 from het_plugin.experiments import trainings
@@ -75,7 +75,7 @@ def finetune(
     raise ValueError(f'--k={",".join(map(str, k))} must be one number, the k of the proxy')
   num_kept = number_to_keep(keep, names)
   settings = combinations(sweep)
-  folder = Path(output_dir)
+  folder = local_folder('output_dir', output_dir)
   candidates = [_training(gin_settings, source) for source in checkpoint]
   _check_used(gin_settings[1], candidates, settings, folder)
   dataset = gin.query_parameter('%MIXTURE_OR_TASK_NAME')

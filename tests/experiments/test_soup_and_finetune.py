@@ -52,6 +52,11 @@ def test_a_soup_is_a_run_whose_parameters_are_the_mean(digits_run, run_main, tmp
   assert 'differ in HetXL.temperature' in message
 
 
+def test_a_fine_tuning_has_a_local_folder(run_main):
+  message = run_main(select, 'finetune', '--checkpoint=run', '--output_dir=gs://b/x', code=2)
+  assert '--output_dir=gs://b/x must be a local directory' in message
+
+
 def test_every_combination_of_a_sweep():
   found = finetune.combinations(['LEARNING_RATE=0.1,0.01', 'a/B.c=(1, 2)'])
   assert found == {
