@@ -76,6 +76,7 @@ setup_environment() {
   fi
   say "installing into $ENVIRONMENT: about a minute and 2 to 3 GB the first time"
   local started=$SECONDS
+  rm -f "$stamp_file"  # an installation that ends half way is none of before
   install
   echo "$stamp" > "$stamp_file"
   say "installed in $((SECONDS - started)) s"

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,36 @@ def test_without_a_suitable_python_one_sentence(script, tmp_path):
   assert result.returncode == 1
   assert 'HET_PLUGIN_PYTHON=/nonexistent/python' in result.stderr
   assert not (tmp_path / '.venv').exists()
+
+
+# In the place of an environment's Python; the packages of 'two' cannot be installed.
+STAND_IN = f"""#!/usr/bin/env bash
+case "$*" in
+  *'pip --version') ;;
+  *uv*) exit 1 ;;
+  *'pip install'*) grep -v two requirements.txt ;;
+  *) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+def test_an_installation_that_ended_half_way_is_not_reused(tmp_path):
+  shutil.copytree(ROOT / 'launch', tmp_path / 'launch')
+  python = tmp_path / '.venv/bin/python'
+  python.parent.mkdir(parents=True)
+  python.write_text(STAND_IN)
+  python.chmod(0o755)
+  (tmp_path / 'pyproject.toml').touch()
+
+  def set_up(requirements):
+    (tmp_path / 'requirements.txt').write_text(requirements)
+    code = 'set -euo pipefail; source launch/setup_env.sh'
+    return subprocess.run(['bash', '-c', code], cwd=tmp_path, capture_output=True, text=True)
+
+  assert 'installed in' in set_up('one').stdout
+  assert 'reusing .venv' in set_up('one').stdout
+  assert set_up('two').returncode == 1
+  assert 'installed in' in set_up('one').stdout  # not the packages of two that are there
 
 
 def test_tools_and_pythons_are_the_same_everywhere():
