@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -136,9 +137,8 @@ def train(
   infos = _check_datasets(dataset_cfgs, partitioner, model, task_info_fn)
   names = getattr(infos[0], 'class_names', None) if infos else None
   model_dir = epath.Path(model_dir)
-  processes.in_the_first(
-    lambda: _check_run(model_dir, config, _task_name(train_dataset_cfg), names)
-  )
+  check_run = functools.partial(_check_run, model_dir, config, _task_name(train_dataset_cfg), names)
+  checked = processes.in_the_first(check_run)
 
   with contextlib.ExitStack() as stack:
     run = observer_lib.ObservedRun(model_dir, total_steps, profile_steps, profiler_port)
@@ -175,6 +175,8 @@ def train(
       metrics[evaluator.task] = (*metrics.get(evaluator.task, ()), *names_of_task)
 
     observer.begin()
+    # Another training may have saved its checkpoint while this one waited for its end.
+    processes.in_the_first(functools.partial(check_run, checked))
     stack.enter_context(compilation_cache.in_directory(model_dir))
     checkpointer = checkpoints.Checkpointer(model_dir, save_cfg)
     stack.callback(checkpointer.close)
@@ -301,13 +303,22 @@ def _check_held_out(cfg: Any, trainer: Any) -> None:
 
 
 def _check_run(
-  model_dir: epath.Path, config: Any | None, task: str, names: Sequence[str] | None
-) -> None:
-  """Compares a run with its newest checkpoint."""
-  if (newest := checkpoint_reader.newest_record(model_dir)) is not None:
+  model_dir: epath.Path,
+  config: Any | None,
+  task: str,
+  names: Sequence[str] | None,
+  checked: str = '',
+) -> str:
+  """Compares a run with its newest checkpoint, unless that is of step `checked`; returns its
+  step, '' if there is none.
+  """
+  newest = checkpoint_reader.newest_record(model_dir)
+  step = '' if newest is None else str(newest[0])
+  if step not in ('', checked):
     if config is not None:
       config.check(*newest, model_dir)
     class_names.check(f'mixture_or_task_name={task}', names, class_names.read(model_dir))
+  return step
 
 
 def _task_name(cfg: Any) -> str:

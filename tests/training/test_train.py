@@ -20,6 +20,7 @@ from clu import metrics as clu_metrics
 from flax import traverse_util
 
 from het_plugin import data
+from het_plugin.config import changes
 from het_plugin.operations import (
   facts,
   goodput,
@@ -34,6 +35,7 @@ from het_plugin.training import (
   checkpoints,
   class_names,
   exit_codes,
+  observer,
   optimizers,
   partitioning,
   run_files,
@@ -408,6 +410,18 @@ def test_a_finished_run_does_nothing(tmp_path):
   assert lines(tmp_path) == before
   with pytest.raises(ValueError, match='total_steps=3 .* 4'):
     toy_run.run(tmp_path, total_steps=3)
+
+
+def test_a_checkpoint_of_another_run_that_came_while_it_waited_is_not_resumed(
+  tmp_path, uninterrupted
+):
+  class Waits(observer.Observer):  # for another training, which ends meanwhile
+    def begin(self):
+      shutil.copytree(uninterrupted[0], tmp_path, dirs_exist_ok=True)
+
+  config = changes.RunConfig('adamw.learning_rate = 0.2')
+  with pytest.raises(ValueError, match='different configuration .*learning_rate'):
+    toy_run.run(tmp_path, config=config, observer=Waits())
 
 
 def test_the_classes_of_a_run_keep_their_numbers(tmp_path, caplog):
