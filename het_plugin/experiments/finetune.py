@@ -13,6 +13,7 @@ Every part is a file in the output directory, so an interrupted study continues:
 
 import dataclasses
 import functools
+import glob
 import itertools
 import logging
 import shutil
@@ -92,10 +93,9 @@ def finetune(
     training = candidates[names.index(name)]
     run = dataclasses.replace(training, gin_bindings=[*training.gin_bindings, *settings[setting]])
     run_dir = trained[f'{name}/{setting}'] = folder / 'runs' / name / setting
-    predicted = f'predictions/*/{_file_name(f"{name}/{setting}")}'
 
-    def forget_predictions(_: Any, old: str = predicted) -> None:
-      for of_earlier in folder.glob(old):
+    def forget_predictions(_: Any, of_run: str = f'{name}/{setting}') -> None:
+      for of_earlier in _predicted(folder, of_run):
         shutil.rmtree(of_earlier)
 
     trainings.complete(run, run_dir, forget_predictions)
@@ -198,6 +198,11 @@ def _predictions(
       found = sorted(target.glob('*.npz'))
     files.append(str(found[0]))
   return files
+
+
+def _predicted(folder: Path, run: str) -> list[Path]:
+  """The folders of what a run predicted, one per split."""
+  return list(folder.glob(f'predictions/*/{glob.escape(_file_name(run))}'))
 
 
 def _file_name(run: str) -> str:

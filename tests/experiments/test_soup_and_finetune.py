@@ -57,6 +57,13 @@ def test_a_fine_tuning_has_a_local_folder(run_main):
   assert '--output_dir=gs://b/x must be a local directory' in message
 
 
+def test_predictions_of_a_setting_with_brackets_are_found(tmp_path):
+  (setting,) = finetune.combinations(['vit.axes=[1, 2]'])
+  made = tmp_path / 'predictions/test' / f'run_{setting}'
+  made.mkdir(parents=True)
+  assert finetune._predicted(tmp_path, f'run/{setting}') == [made]
+
+
 def test_every_combination_of_a_sweep():
   found = finetune.combinations(['LEARNING_RATE=0.1,0.01', 'a/B.c=(1, 2)'])
   assert found == {
