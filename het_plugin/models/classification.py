@@ -158,6 +158,11 @@ class ClassificationModel:
         'the images of the task have captions, no class labels: ClassificationModel cannot fit it'
       )
     name = type(self.head).__name__
+    if not hasattr(self.head, 'num_classes'):
+      raise ValueError(
+        f'ClassificationModel.head={name} compares pairs of images and texts: take a head of '
+        'classes, such as gin/heads/het_xl.gin'
+      )
     if self.head.num_classes != task_info.num_classes:
       raise ValueError(
         f'{name}.num_classes={self.head.num_classes} must be the number of classes of the task, '

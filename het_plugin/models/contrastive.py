@@ -161,6 +161,11 @@ class ContrastiveModel:
         'ContrastiveModel trains on images with captions; the task has class labels: choose one '
         'with captions, such as glyph_names'
       )
+    if hasattr(self.head, 'num_classes'):
+      raise ValueError(
+        f'ContrastiveModel.head={type(self.head).__name__} has classes: take a head of pairs, '
+        'gin/heads/contrastive_het_xl.gin or contrastive_det.gin'
+      )
     if vocab_size > self.text_tower.vocab_size:
       raise ValueError(
         f'{type(self.text_tower).__name__}.vocab_size={self.text_tower.vocab_size} must be at '

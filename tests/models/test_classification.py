@@ -9,7 +9,7 @@ import pytest
 from flax import traverse_util
 
 from het_plugin.backbones import Mlp, ViT
-from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
+from het_plugin.heads import ContrastiveDet, Det, Het, HetH, HetXL, LearnedTemperature
 from het_plugin.integrate import Integrator, Location, example_keys
 from het_plugin.models import ClassificationModel
 from tests.meshes import make_mesh, on_mesh
@@ -333,6 +333,9 @@ def test_validate_names_what_does_not_fit():
   make_model(link='sigmoid').validate(task(multi_label=True))
   with pytest.raises(ValueError, match=r'HetXL.num_classes=10 must be .* of the task, 7'):
     make_model().validate(task(num_classes=7))
+  pairs = ClassificationModel(BACKBONE, ContrastiveDet(), None, SAMPLED, SAMPLED)
+  with pytest.raises(ValueError, match='ClassificationModel.head=ContrastiveDet compares pairs'):
+    pairs.validate(task())
   make_model().validate(task(multi_label=True))  # the loss is the mean over the labels
 
 

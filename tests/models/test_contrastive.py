@@ -9,7 +9,7 @@ import pytest
 from flax import traverse_util
 
 from het_plugin.backbones import TextTransformer, ViT
-from het_plugin.heads import ContrastiveDet, ContrastiveHetXL
+from het_plugin.heads import ContrastiveDet, ContrastiveHetXL, Det
 from het_plugin.integrate import Integrator
 from het_plugin.models import ContrastiveModel
 from het_plugin.training import optimizers, partitioning
@@ -28,7 +28,8 @@ def make_model(head='det', **settings):
     'train_integrator': Integrator(num_samples=1),
     **settings,
   }
-  return ContrastiveModel(IMAGE_TOWER, TEXT_TOWER, HEADS[head], **settings)
+  head = HEADS[head] if isinstance(head, str) else head
+  return ContrastiveModel(IMAGE_TOWER, TEXT_TOWER, head, **settings)
 
 
 def make_batch(rows=B, seed=0):
@@ -197,6 +198,10 @@ def task(**info):
   [
     (lambda: make_model().validate(task()), 'vocab_size=40 must be at least 41, .*bytes'),
     (lambda: make_model().validate(types.SimpleNamespace(num_classes=3)), 'has class labels'),
+    (
+      lambda: make_model(head=Det(3)).validate(task(vocab_size=40)),
+      'ContrastiveModel.head=Det has clas',
+    ),
     (lambda: make_model(embedding_dim=0), 'ContrastiveModel.embedding_dim=0 must be at least 1'),
   ],
 )
