@@ -119,18 +119,25 @@ class ContrastiveModel:
       eval_seed: seed of the noise outside training.
 
     Raises:
-      ValueError: embedding_dim is below 1 or missing, or loss_normalizing_factor is not positive.
+      ValueError: embedding_dim is below 1 or missing, an integrator is none, or
+        loss_normalizing_factor is not positive.
     """
     if embedding_dim is not None and embedding_dim < 1:
       raise ValueError(
         f'ContrastiveModel.embedding_dim={embedding_dim} must be at least 1, or None for the width '
         'of the image tower'
       )
-    if embedding_dim is None and not hasattr(backbone, 'pre_logits_dim'):
+    if embedding_dim is None and getattr(backbone, 'pre_logits_dim', None) is None:
       raise ValueError(
         f'ContrastiveModel.embedding_dim must be set: {type(backbone).__name__} does not state the '
         'width of its output (pre_logits_dim)'
       )
+    integrators = {'train_integrator': train_integrator, 'eval_integrator': eval_integrator}
+    for name, integrator in integrators.items():
+      if not isinstance(integrator, Integrator | None):
+        raise ValueError(
+          f'ContrastiveModel.{name}={integrator} must be an Integrator, or None for no noise'
+        )
     batches.check_normalizing_factor('ContrastiveModel', loss_normalizing_factor)
     self.backbone = as_backbone(backbone)
     self.text_tower = text_tower

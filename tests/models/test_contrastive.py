@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from het_plugin.backbones import TextTransformer, ViT
+from het_plugin.backbones import Mlp, TextTransformer, ViT
 from het_plugin.heads import ContrastiveDet, ContrastiveHetXL, Det
-from het_plugin.integrate import Integrator
+from het_plugin.integrate import Analytic, Integrator
 from het_plugin.models import ContrastiveModel
 from het_plugin.training import optimizers, partitioning
 from het_plugin.training import step as step_lib
@@ -24,12 +24,14 @@ B = 16
 
 def make_model(head='det', **settings):
   settings = {
+    'backbone': IMAGE_TOWER,
+    'text_tower': TEXT_TOWER,
+    'head': HEADS[head] if isinstance(head, str) else head,
     'optimizer_def': optimizers.adamw(1e-2, weight_decay=0.1),
     'train_integrator': Integrator(num_samples=1),
     **settings,
   }
-  head = HEADS[head] if isinstance(head, str) else head
-  return ContrastiveModel(IMAGE_TOWER, TEXT_TOWER, head, **settings)
+  return ContrastiveModel(**settings)
 
 
 def make_batch(rows=B, seed=0):
@@ -202,6 +204,8 @@ def task(**info):
       lambda: make_model(head=Det(3)).validate(task(vocab_size=40)),
       'ContrastiveModel.head=Det has clas',
     ),
+    (lambda: make_model(eval_integrator=Analytic()), r'eval_integrator=Analytic\(.* None for no n'),
+    (lambda: make_model(backbone=Mlp()), 'embedding_dim must be set: Mlp does not state the width'),
     (lambda: make_model(embedding_dim=0), 'ContrastiveModel.embedding_dim=0 must be at least 1'),
   ],
 )
