@@ -15,7 +15,7 @@ from clu import metrics as clu_metrics
 from clu import parameter_overview
 from flax import linen as nn
 
-from het_plugin.backbones import as_backbone, with_axes
+from het_plugin.backbones import TextTransformer, as_backbone, with_axes
 from het_plugin.backbones.layers import Dense
 from het_plugin.heads import Pairs, class_log_prob, contrastive_nll
 from het_plugin.integrate import BatchSoftmax, Integrator, example_keys
@@ -309,9 +309,11 @@ class ContrastiveModel:
     dim = self.module.dim
     towers = {name: tree for name, tree in params_shapes.items() if name != 'head'}
     total = int(parameter_overview.count_parameters(towers))
-    rows, width = params_shapes['text_tower']['embedding'].shape
+    if isinstance(self.text_tower, TextTransformer):
+      rows, width = params_shapes['text_tower']['embedding'].shape
+      total -= (rows - self.text_tower.vocab_size) * width
     return ParamCounts(
-      backbone=total - (rows - self.text_tower.vocab_size) * width,
+      backbone=total,
       head=self.head.num_params(dim),
       extra=self.head.extra_params(dim),
     )

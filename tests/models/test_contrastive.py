@@ -6,6 +6,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import traverse_util
 
 from het_plugin.backbones import Mlp, TextTransformer, ViT
@@ -179,6 +180,22 @@ def test_zero_shot_probabilities():
   sampled = model.class_log_prob(params, batch, classes, 500)
   np.testing.assert_allclose(np.exp(sampled).sum(-1), 1, rtol=1e-4)
   assert np.abs(sampled - log_prob).max() > 1e-3
+
+
+class OwnTextTower(nn.Module):
+  vocab_size: int = 40
+  pre_logits_dim: int = 4
+
+  @nn.compact
+  def __call__(self, text, train=False):
+    return nn.Embed(self.vocab_size, self.pre_logits_dim)(text).mean(1), {}
+
+
+def test_count_params_of_another_text_tower():
+  model = make_model(text_tower=OwnTextTower())
+  shapes = {name: x.shape for name, x in make_batch().items()}
+  params = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))['params']
+  assert model.count_params(params).total == sum(x.size for x in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize('head', HEADS)
