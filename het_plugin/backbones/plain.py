@@ -72,7 +72,8 @@ def with_axes(variables: Mapping[str, PyTree]) -> dict[str, PyTree]:
     ValueError: the module has other collections, such as BatchNorm's statistics.
   """
   variables = nn.unbox(variables)
-  if state := sorted(set(variables) - {'params', 'params_axes'}):
+  # 'losses' and 'metrics' are sown at every step (`models.batches.apply_in_training`).
+  if state := sorted(set(variables) - {'params', 'params_axes', 'losses', 'metrics'}):
     raise ValueError(
       f'the model has the mutable collections {", ".join(state)}, which training does not update. '
       'Use a layer without state, such as GroupNorm instead of BatchNorm'

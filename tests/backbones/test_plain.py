@@ -42,6 +42,14 @@ class WithState(nn.Module):
     return nn.BatchNorm(use_running_average=not train)(x).mean((1, 2))
 
 
+class WithLosses(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(5)(x.mean((1, 2)))
+    self.sow('losses', 'size', jnp.square(x).mean())
+    return x
+
+
 class Map(nn.Module):
   @nn.compact
   def __call__(self, x):
@@ -86,6 +94,14 @@ def test_modes_and_representations_reach_the_module():
 def test_what_does_not_fit_is_one_sentence(backbone, message):
   with pytest.raises(ValueError, match=message):
     model(backbone).get_initial_variables(jax.random.key(1), {'image': IMAGES.shape})
+
+
+def test_what_a_module_sows_as_losses_is_added_to_the_loss_in_training():
+  made = model(WithLosses())
+  params = made.get_initial_variables(jax.random.key(1), {'image': IMAGES.shape})['params']
+  _, metrics = jax.eval_shape(made.loss_fn, params, BATCH, jax.random.key(2))
+  assert 'auxiliary_loss' in metrics
+  assert 'auxiliary_loss' not in jax.eval_shape(made.eval_fn, params, BATCH)[1]
 
 
 @pytest.mark.slow
