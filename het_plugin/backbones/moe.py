@@ -76,6 +76,9 @@ class SparseMoe:
     for name in ('capacity', 'eval_capacity', 'group_size'):
       if not getattr(self, name) > 0:
         raise ValueError(f'SparseMoe.{name}={getattr(self, name)} must be positive')
+    for name in ('noise', 'importance_weight', 'load_weight'):
+      if not getattr(self, name) >= 0:
+        raise ValueError(f'SparseMoe.{name}={getattr(self, name)} must be at least 0')
 
   def layer(self, make_experts: Callable[[], nn.Module], name: str) -> nn.Module:
     return SparseExperts(self, make_experts, name=name)
@@ -114,7 +117,11 @@ def _check_layers(moe):
   owner = type(moe).__name__
   if moe.num_experts < 1:
     raise ValueError(f'{owner}.num_experts={moe.num_experts} must be at least 1')
-  if isinstance(moe.layers, str) and not PLACES.fullmatch(moe.layers):
+  if isinstance(moe.layers, str):
+    known = PLACES.fullmatch(moe.layers)
+  else:
+    known = isinstance(moe.layers, Sequence) and moe.layers
+  if not known:
     raise ValueError(
       f"{owner}.layers={moe.layers!r} must be 'every_n', 'last_n' or block numbers such as (1, 3)"
     )
