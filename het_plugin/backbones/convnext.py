@@ -18,6 +18,7 @@ from het_plugin.backbones.layers import (
   Dense,
   Norm,
   check_choice,
+  check_dtype,
   check_positive,
   check_rates,
   check_settings,
@@ -108,6 +109,7 @@ class ConvNeXt(nn.Module):
     check_choice(self, 'version', VERSIONS)
     check_choice(self, 'remat', REMAT)
     check_rates(self, 'stochastic_depth')
+    check_dtype(self)
     super().__post_init__()
 
   @property

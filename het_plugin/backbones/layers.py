@@ -34,6 +34,19 @@ def check_rates(module: nn.Module, *names: str) -> None:
       raise ValueError(f'{type(module).__name__}.{name}={rate} must lie in [0, 1)')
 
 
+def check_dtype(module: nn.Module) -> None:
+  """Raises ValueError if the attribute dtype is no floating type."""
+  try:
+    is_floating = jnp.issubdtype(module.dtype, jnp.floating)
+  except TypeError:  # numpy does not know the name
+    is_floating = False
+  if not is_floating:
+    raise ValueError(
+      f'{type(module).__name__}.dtype={module.dtype!r} must be a floating type such as '
+      "'float32' or 'bfloat16'"
+    )
+
+
 def check_choice(module: nn.Module, name: str, choices: Collection[str]) -> None:
   """Raises ValueError if the attribute is not one of `choices`."""
   if (value := getattr(module, name)) not in choices:

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from het_plugin.backbones.layers import check_rates
+from het_plugin.backbones.layers import check_dtype, check_rates
 
 
 class Mlp(nn.Module):
@@ -20,7 +20,7 @@ class Mlp(nn.Module):
     dtype: compute type of the products; pre-logits are float32.
 
   Raises:
-    ValueError: a width is below 1, or the rate is not in [0, 1).
+    ValueError: a width is below 1, the rate is not in [0, 1), or dtype is no floating type.
   """
 
   hidden_layers: Sequence[int] = ()
@@ -29,6 +29,7 @@ class Mlp(nn.Module):
 
   def __post_init__(self):
     check_rates(self, 'dropout_rate')
+    check_dtype(self)
     if any(width < 1 for width in self.hidden_layers):
       raise ValueError(f'Mlp.hidden_layers={tuple(self.hidden_layers)} must be positive widths')
     super().__post_init__()

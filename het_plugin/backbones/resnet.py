@@ -21,6 +21,7 @@ from het_plugin.backbones.layers import (
   REMAT,
   GroupNorm,
   check_choice,
+  check_dtype,
   check_rates,
   check_settings,
   drop_path,
@@ -169,6 +170,7 @@ class ResNet(nn.Module):
     for name, choices in {'version': VERSIONS, 'stem': STEMS, 'remat': REMAT}.items():
       check_choice(self, name, choices)
     check_rates(self, 'stochastic_depth')
+    check_dtype(self)
     super().__post_init__()
 
   @property

@@ -21,6 +21,7 @@ from het_plugin.backbones.layers import (
   Dense,
   Norm,
   check_choice,
+  check_dtype,
   check_positive,
   check_rates,
   drop_path,
@@ -336,6 +337,7 @@ def check_encoder(module: nn.Module, poolings: Sequence[str]) -> None:
   for name in choices.keys() & {f.name for f in dataclasses.fields(module)}:
     check_choice(module, name, choices[name])
   check_rates(module, 'dropout', 'stochastic_depth')
+  check_dtype(module)
 
 
 def constrain_tokens(x: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ from het_plugin.backbones.layers import (
   REMAT,
   GroupNorm,
   check_choice,
+  check_dtype,
   check_positive,
   check_rates,
   check_settings,
@@ -93,6 +94,7 @@ class WideResNet(nn.Module):
   def __post_init__(self):
     check_positive(self, 'units', 'factor')
     check_rates(self, 'dropout', 'stochastic_depth')
+    check_dtype(self)
     check_choice(self, 'remat', REMAT)
     super().__post_init__()
 

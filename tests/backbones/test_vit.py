@@ -127,6 +127,8 @@ def test_sharded_values_and_gradients_are_those_of_one_device():
   ('overrides', 'message'),
   [
     ({'widht': 8}, 'widht: .*width'),
+    ({'dtype': 'bf16'}, "ViT.dtype='bf16' must be a floating type"),
+    ({'dtype': 'int32'}, "ViT.dtype='int32' must be a floating type"),
     ({'num_heads': 5}, 'width=768 .*num_heads=5'),
   ],
 )
