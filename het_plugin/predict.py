@@ -46,6 +46,9 @@ def main(argv: Sequence[str]) -> None:
           f'--checkpoint={F.checkpoint} is a file: with --dataset it must be the directory of a '
           'run. A file of predictions goes without --dataset.'
         )
+      unused = 'batch_size', 'gin_file', 'gin_bindings'
+      if given := [name for name in unused if F[name].present]:
+        raise ValueError(f'--{given[0]} has no effect on a file of predictions')
       found = predict.most_probable(read(F.checkpoint, 'log_prob'), F.top)
     else:
       if not F.dataset:

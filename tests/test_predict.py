@@ -107,3 +107,6 @@ def test_wrong_settings(digits_run, run_main, tmp_path):
     assert message in run_main(predict, f'--checkpoint={digits_run[0]}', argument, code=2)
   rows = '--checkpoint=vit.npz', '--dataset=photos'
   assert '--checkpoint=vit.npz' in run_main(predict, *rows, code=2)
+  for unused in ('--batch_size=8', '--gin.HEAD=None'):
+    message = run_main(predict, '--checkpoint=rows.npz', unused, code=2)
+    assert 'has no effect on a file of predictions' in message

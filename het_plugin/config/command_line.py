@@ -57,6 +57,7 @@ def check_rows_flags(of_files: Sequence[str], of_checkpoint: Sequence[str]) -> N
     raise ValueError(f'--{files[0]} and --checkpoint cannot go together: set one of them')
   if not (F.train or F.checkpoint and F.dataset):
     raise ValueError('--train is needed, or --checkpoint and --dataset')
+  of_checkpoint = [*of_checkpoint, 'gin_file', 'gin_bindings']
   if F.train and (given := [name for name in of_checkpoint if F[name].present]):
     raise ValueError(f'--{given[0]} is for --checkpoint, which is represented here')
 

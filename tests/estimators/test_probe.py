@@ -78,6 +78,7 @@ def test_the_main(files, tmp_path, run_main):
   for flag, message in (
     ('--checkpoint=x', '--train and --checkpoint cannot go together'),
     ('--splits=a,b', '--splits is for --checkpoint'),
+    ('--gin.C=3', '--gin_bindings is for --checkpoint'),
     ('--hidden_layers=x', '--hidden_layers=x must be'),
     ('--C=0', '--C=0 must be a number > 0'),
     ('--heads=', '--heads= has no value'),
