@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from scipy.sparse import linalg
 
-from het_plugin.estimators import objective
+from het_plugin.estimators import compilation, objective
 from het_plugin.estimators.model import Model
 from het_plugin.integrate import Hashed, Linear
 
@@ -67,7 +67,7 @@ def noise_directions(
   return found / np.maximum(in_logits, max(typical / np.sqrt(size), MIN_SIZE))[:, None]
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(compilation.jit, static_argnums=0)
 def _location_prob(model, params, x):
   return model.location_prob(params, x)
 

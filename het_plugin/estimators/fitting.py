@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
 from sklearn.utils.validation import check_is_fitted
 
 from het_plugin.estimators import (
+  compilation,
   inputs,
   lbfgs,
   minibatch,
@@ -332,6 +332,6 @@ def apply(
   return np.concatenate(found)[: len(x)]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(compilation.jit, static_argnums=(0, 1))
 def _apply(model, method, params, *arrays):
   return getattr(model, method)(params, *arrays)

@@ -14,7 +14,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 from sklearn.exceptions import ConvergenceWarning
 
-from het_plugin.estimators import objective
+from het_plugin.estimators import compilation, objective
 from het_plugin.estimators.model import Model
 from het_plugin.estimators.whitening import Whitening, unwhiten, whiten, whitening_of
 from het_plugin.reporting import Progress
@@ -52,7 +52,7 @@ def white_objective(model: Model, theta, rows: objective.Rows, whitening: Whiten
   return objective.objective(model, unwhiten(model, theta, whitening), rows)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(compilation.jit, static_argnums=0)
 def _evaluate(model, theta, direction, step, rows, whitening):
   """theta + step * direction, and there the objective, its gradient, slope and largest entry."""
   theta = jax.tree.map(lambda x, d: x + step * d, theta, direction)
@@ -72,13 +72,13 @@ def _as_vector(tree):
   return jnp.pad(vector, (0, -size % 128)), lambda x: to_tree(x[:size])
 
 
-@jax.jit
+@compilation.jit
 def _no_memory(theta):
   # Not compiled, its two memories would be one array, which `_direction` cannot be given twice.
   return optax.scale_by_lbfgs(MEMORY).init(_as_vector(theta)[0])
 
 
-@functools.partial(jax.jit, donate_argnums=2)
+@functools.partial(compilation.jit, donate_argnums=2)
 def _direction(theta, gradient, state):
   """Minus the inverse curvature times the gradient, its slope, and L-BFGS' memory."""
   theta, to_tree = _as_vector(theta)

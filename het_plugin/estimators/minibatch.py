@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from sklearn.exceptions import ConvergenceWarning
 
-from het_plugin.estimators import lbfgs, objective, placement, starts
+from het_plugin.estimators import compilation, lbfgs, objective, placement, starts
 from het_plugin.estimators.model import Model
 from het_plugin.estimators.whitening import Whitening, unwhiten, whiten
 
@@ -86,7 +86,7 @@ class Data:
     return objective.make_rows(model, x, self.mean, self.values[index], weight, *of_batch)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
+@functools.partial(compilation.jit, static_argnums=0, donate_argnums=(1, 2, 3))
 def _step(model, theta, mean, state, rate, rows, whitening):
   gradient = jax.grad(lbfgs.white_objective, argnums=1)(model, theta, rows, whitening)
   updates, state = optax.scale_by_adam().update(gradient, state)
@@ -94,7 +94,7 @@ def _step(model, theta, mean, state, rate, rows, whitening):
   return theta, optax.incremental_update(theta, mean, 1 - DECAY), state
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(compilation.jit, static_argnums=0)
 def _mean_nll(model, theta, rows, whitening):
   return objective.mean_nll(model, unwhiten(model, theta, whitening), rows)
 

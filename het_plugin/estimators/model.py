@@ -57,7 +57,7 @@ class Model:
   def integrator(self) -> Integrator:
     # The points of a tilt would move with the parameters, but L-BFGS needs a function of them.
     # A search holds those of a rotation still between two restarts.
-    return Integrator(num_samples=self.num_samples, sampler='sobol', tilt=False)
+    return Integrator(self.num_samples, sampler='sobol', tilt=False).with_fixed_points()
 
   @property
   def deterministic(self) -> 'Model':

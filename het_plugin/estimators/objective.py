@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from het_plugin.estimators import compilation
 from het_plugin.estimators.model import ROW_MULTIPLE, Model
 from het_plugin.integrate import Draws
 
@@ -84,7 +85,7 @@ def with_draws(model: Model, params, rows: Rows) -> Rows:
   return dataclasses.replace(rows, draws=_draws(model, params, rows.x))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(compilation.jit, static_argnums=0)
 def _draws(model, params, x):
   params = model.multiplied(params)
   return jax.lax.scan(lambda _, x: (None, model.draws(params, x)), None, x)[1]

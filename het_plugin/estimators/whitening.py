@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct, traverse_util
 
+from het_plugin.estimators import compilation
 from het_plugin.estimators.model import Model, is_noise, on_features
 from het_plugin.estimators.objective import Rows
 from het_plugin.heads.covariance import MIN_DIAG
@@ -62,7 +63,7 @@ def _second_moments(weight, g):
   return jnp.matmul(g.T * weight, g, precision=jax.lax.Precision.HIGHEST)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(compilation.jit, static_argnums=0)
 def _feature_moments(model, params, rows):
   """E[c (x, 1) (x, 1)^T], where c is the curvature of a row's loss by its logits.
 
@@ -82,7 +83,7 @@ def _feature_moments(model, params, rows):
   return jax.lax.scan(add, jnp.zeros((size, size)), (x, weight))[0] / weight.sum()
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(compilation.jit, static_argnums=0)
 def _output_moments(model, params, rows):
   """Second moments [Q, Q] of the gradients of a row's loss by the outputs of each matrix, by path.
 

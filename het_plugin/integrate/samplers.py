@@ -7,10 +7,12 @@ differ in how the samples of one example depend on each other, and so in varianc
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from het_plugin.integrate.sobol_sequence import (
   MAX_DIMENSIONS,
@@ -133,10 +135,15 @@ class FixedPoints:
     self, keys: jax.Array | None, sample_index: jax.Array, num_normals: int
   ) -> jax.Array:
     """Points [1, s, num_normals] of sample_index int32 [s]; `keys` is ignored."""
-    with jax.ensure_compile_time_eval():
-      key = shared_key(jax.random.key(self.seed))
-      points = self.sampler(key, jnp.arange(self.num_samples), num_normals)
-    return jnp.take(points, sample_index, axis=1, mode='clip')
+    return jnp.take(_points(self, num_normals), sample_index, axis=1, mode='clip')
+
+
+@functools.lru_cache(maxsize=16)
+def _points(fixed: FixedPoints, num_normals: int) -> np.ndarray:
+  with jax.ensure_compile_time_eval():
+    draw = jax.jit(fixed.sampler, static_argnums=2)
+    key = shared_key(jax.random.key(fixed.seed))
+    return np.asarray(draw(key, jnp.arange(fixed.num_samples), num_normals))
 
 
 SAMPLERS: dict[str, Sampler] = {'iid': iid, 'antithetic': antithetic, 'sobol': sobol}

@@ -1,10 +1,11 @@
 """Where fits start."""
 
+import jax
 import numpy as np
 import pytest
 from scipy import special
 
-from het_plugin.estimators import directions, objective
+from het_plugin.estimators import compilation, directions, objective
 from het_plugin.estimators.model import Model
 
 
@@ -32,3 +33,12 @@ def test_directions_raise_the_likelihood_most(head):
 
   others = rng.normal(size=(50, found.shape[1])).astype(np.float32)
   assert gain(found[0]) > max(map(gain, others))
+
+
+def test_programs_have_a_level_of_their_own_unless_xla_flags_has_one(monkeypatch):
+  given = []
+  monkeypatch.setattr(jax, 'jit', lambda function, **settings: given.append(settings) or function)
+  for flags in (f'--{compilation.LEVEL}=0', ''):
+    monkeypatch.setenv('XLA_FLAGS', flags)
+    assert compilation.jit(lambda x: x + 1)(1) == 2
+  assert given == [{'compiler_options': None}, {'compiler_options': {compilation.LEVEL: 2}}]

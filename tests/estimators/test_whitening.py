@@ -54,9 +54,10 @@ def test_the_curvature_is_near_one():
 def test_a_fit_multiplies_in_float32(monkeypatch):
   # A GPU or TPU would take fewer bits, and the gradient would not fall to `tol`.
   evaluate, programs = lbfgs._evaluate, set()
+  traced = jax.jit(evaluate.__wrapped__, static_argnums=0)
 
   def spy(*arguments, **named):
-    programs.add(evaluate.lower(*arguments, **named).as_text())
+    programs.add(traced.lower(*arguments, **named).as_text())
     return evaluate(*arguments, **named)
 
   monkeypatch.setattr(lbfgs, '_evaluate', spy)
