@@ -14,10 +14,12 @@ PyTree = Any
 
 # Parameters before the first layer. All others that belong to no layer come after the last one.
 _IN_FRONT = re.compile(
-  r'(^|/)(embedding|position_embedding|class_token|registers|pre_norm|conv_root|norm_root)(/|$)'
+  r'(^|/)(embedding|position_embedding|class_token|registers|pre_norm|conv_root|norm_root'
+  r'|stem|stem_norm)(/|$)'
 )
-# 'block03/', 'stage2_unit01/', or stacked by `scan_layers` 'blocks/', 'stage2_units/'.
-_LAYER = re.compile(r'^(.*?)(block|stage)(s|\d+)(?:_unit(s|\d+))?/')
+# 'block03/', 'stage2_unit01/', 'stage2_block00/', or stacked by `scan_layers` 'blocks/',
+# 'stage2_units/'. What halves the image before a stage belongs to the first block of the stage.
+_LAYER = re.compile(r'^(.*?)(block|stage)(s|\d+)(?:_(?:(?:unit|block)(s|\d+)|norm|patches))?/')
 
 
 def matching(pattern: str, params: PyTree, setting: str) -> PyTree:

@@ -108,12 +108,19 @@ def test_layers_count_back_from_the_head():
     'resnet/norm/scale': (4,),
     'vmoe/blocks/mlp/kernel': (2, 4, 4),  # before the first experts
     'vmoe/block02/moe/router': (4, 2),
+    'convnext/stem_norm/scale': (4,),
+    'convnext/stage1_block00/wi/kernel': (4, 4),
+    'convnext/stage2_patches/kernel': (2, 2, 4, 8),
+    'convnext/stage2_block00/wi/kernel': (8, 8),
+    'convnext/stage2_block01/wi/kernel': (8, 8),
+    'convnext/norm/scale': (8,),
   }
   found = learning_rates.layer_exponents(shapes)
   assert [x.ravel().tolist() for x in found.values()] == [
     *([3], [2, 1], [0], [0], [2], [1]),
     *([5], [4], [3, 2], [1], [0]),
     *([3, 2], [1]),
+    *([4], [3], [2], [2], [1], [0]),
   ]
   assert found['backbone/blocks/mlp/kernel'].shape == (2, 1, 1)
   params = traverse_util.unflatten_dict({k: jnp.ones(v) for k, v in shapes.items()}, sep='/')
