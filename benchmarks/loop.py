@@ -68,7 +68,7 @@ SIZES = {
 class NoiseIterator:
   """Returns the same batch every time."""
 
-  num_batches = None
+  num_examples = None
 
   def __init__(self, cfg, rows):
     rng = np.random.default_rng(0)

@@ -74,12 +74,13 @@ def check_enough_batches(
   train_iter: Any, batch_size: int, restored: checkpoints.RunState | None, total_steps: int
 ) -> None:
   """Raises ValueError if the data set does not last until the end of the run."""
-  if train_iter.num_batches is None:
+  if train_iter.num_examples is None:
     return
   step = 0 if restored is None else restored.step
   dataset_state = None if restored is None else restored.dataset_state
   position = 0 if dataset_state is None else dataset_state['position']
-  left = max(train_iter.num_batches - position // batch_size, 0)
+  # Not from the number of batches: the run may have had another batch size up to here.
+  left = len(range(position, train_iter.num_examples, batch_size))
   if left < total_steps - step:
     raise ValueError(
       f'total_steps={total_steps} must be at most {step + left}: at step {step} the training data '

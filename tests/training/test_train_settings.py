@@ -138,6 +138,9 @@ def test_a_training_set_that_is_too_short_is_named_before_anything_is_compiled(
     toy_run.run(tmp_path / 'new', train_dataset_cfg=short)
   with pytest.raises(ValueError, match='total_steps=12 .* 7: .*step 4 .* 3 batches of 16'):
     toy_run.run(tmp_path / 'half', train_dataset_cfg=short)
+  larger = toy.ToyDatasetConfig(24, num_examples=100)  # from example 64 on
+  with pytest.raises(ValueError, match='total_steps=7 .* 6: .*step 4 .* 2 batches of 24'):
+    toy_run.run(tmp_path / 'half', train_dataset_cfg=larger, total_steps=7)
 
 
 def test_a_home_folder_is_written_out():

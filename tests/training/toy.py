@@ -109,6 +109,7 @@ class ToyIterator:
     self._rows = np.arange(cfg.batch_size) if rows is None else rows
     self._position = 0
     size, n = cfg.batch_size, cfg.num_examples
+    self.num_examples = n
     self.num_batches = None if n is None else -(-n // size)
     self.element_spec = {
       'image': jax.ShapeDtypeStruct((size, SIDE, SIDE, 1), np.float32),
