@@ -1,6 +1,7 @@
 """Optimizers and learning-rate schedules from plain arguments, as optax transformations."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -210,7 +211,8 @@ def warmup_schedule(
     end_value: learning rate at total_steps; a lower bound for 'rsqrt', ignored by 'constant'.
 
   Raises:
-    ValueError: the warm-up is not shorter than total_steps.
+    ValueError: the warm-up is not shorter than total_steps; or when the schedule is called, so that
+      a run that had it can be opened, init_value or end_value is above peak_value.
   """
   if not 0 <= warmup_steps < total_steps:
     raise ValueError(
@@ -218,8 +220,13 @@ def warmup_schedule(
       f'total_steps={total_steps}; below 1 it is a share of them'
     )
   if warmup_steps < 1:
-    warmup_steps = round(warmup_steps * total_steps)
+    warmup_steps = min(round(warmup_steps * total_steps), total_steps - 1)
   steps = total_steps - warmup_steps
+  ends = {'init_value': init_value} if warmup_steps else {}
+  ends |= {} if decay == 'constant' else {'end_value': end_value}
+  for name, value in ends.items():
+    if value > peak_value:
+      return functools.partial(_refuse, name, value, peak_value)
   decays: dict[str, Callable[[], optax.Schedule]] = {
     'linear': lambda: optax.linear_schedule(peak_value, end_value, steps),
     'cosine': lambda: optax.cosine_decay_schedule(peak_value, steps, alpha=end_value / peak_value),
@@ -230,6 +237,13 @@ def warmup_schedule(
     return decays[decay]()
   warmup = optax.linear_schedule(init_value, peak_value, warmup_steps)
   return optax.join_schedules([warmup, decays[decay]()], [warmup_steps])
+
+
+def _refuse(name: str, value: float, peak_value: float, count: jax.Array) -> jax.Array:
+  raise ValueError(
+    f'warmup_schedule.{name}={value} must be at most peak_value={peak_value} (LEARNING_RATE), or '
+    'the learning rate would be largest there'
+  )
 
 
 def _rsqrt_schedule(

@@ -204,3 +204,15 @@ def test_a_warm_up_of_the_whole_run_is_refused():
 def test_a_warm_up_below_1_is_a_share_of_the_steps():
   schedule = optimizers.warmup_schedule(1.0, 200, 0.05, decay='constant')
   np.testing.assert_allclose([schedule(s) for s in (5, 10, 20)], [0.5, 1.0, 1.0])
+  short = optimizers.warmup_schedule(1.0, 4, 0.9, decay='cosine')  # not all of the four steps
+  np.testing.assert_allclose([short(s) for s in (0, 3, 4)], [0.0, 1.0, 0.0])
+
+
+def test_a_learning_rate_below_its_ends_is_refused_where_it_is_used():
+  low, ends = 5e-6, {'init_value': 1e-5, 'end_value': 1e-5}  # those of gin/runs/train.gin
+  for warmup, decay, name in ((0, 'linear', 'end'), (0, 'rsqrt', 'end'), (5, 'constant', 'init')):
+    schedule = optimizers.warmup_schedule(low, 10, warmup, decay, **ends)
+    with pytest.raises(ValueError, match=f'{name}_value=1e-05 .* peak_value=5e-06'):
+      schedule(0)
+  constant = optimizers.warmup_schedule(low, 10, 0, 'constant', **ends)
+  np.testing.assert_allclose(constant(9), low)
