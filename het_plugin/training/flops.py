@@ -5,6 +5,7 @@ chunk of Monte Carlo samples. Counting in the jaxpr includes all iterations.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +79,8 @@ _PEAK_FLOPS = {
   'NVIDIA B200': 2250e12,
   'NVIDIA H200': 989e12,
   'NVIDIA H100': 989e12,
+  'NVIDIA H100 NVL': 835e12,
+  'NVIDIA H100 PCIe': 756e12,
   'NVIDIA A100': 312e12,
   'NVIDIA L40S': 362e12,
   'NVIDIA L4': 121e12,
@@ -86,6 +89,8 @@ _PEAK_FLOPS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-  """Peak bfloat16 FLOP/s of a device kind, by its longest known prefix; None if unknown."""
-  matches = [kind for kind in _PEAK_FLOPS if device_kind.startswith(kind)]
+  """Peak bfloat16 FLOP/s of a device kind, by its longest known prefix of whole words; None if
+  unknown.
+  """
+  matches = [kind for kind in _PEAK_FLOPS if re.match(rf'{kind}\b', device_kind)]
   return _PEAK_FLOPS[max(matches, key=len)] if matches else None

@@ -69,7 +69,15 @@ def test_shard_map_counts_all_devices():
 
 @pytest.mark.parametrize(
   'kind, peak',
-  [('TPU v5 lite', 197e12), ('TPU v5', 459e12), ('cpu', None)],
+  [
+    ('TPU v5 lite', 197e12),
+    ('TPU v5', 459e12),
+    ('NVIDIA H100 80GB HBM3', 989e12),
+    ('NVIDIA H100 PCIe', 756e12),
+    ('NVIDIA A100-SXM4-80GB', 312e12),
+    ('NVIDIA L40', None),  # not an L4
+    ('cpu', None),
+  ],
 )
 def test_peak(kind, peak):
   assert flops.peak_flops(kind) == peak
