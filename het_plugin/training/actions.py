@@ -170,6 +170,7 @@ class EarlyStoppingAction(BaseAction):
   ):
     """Watches the metric (task, metric); `mode` is the better direction."""
     self._task, self._metric = metric
+    self._watched = [*metric, mode]
     self._sign = 1.0 if mode == 'min' else -1.0
     self._patience = patience
     self._atol = atol
@@ -179,11 +180,14 @@ class EarlyStoppingAction(BaseAction):
   def setup(self, context: ActionContext) -> None:
     _check('EarlyStoppingAction.metric', self._task, self._metric, context)
 
-  def get_state(self) -> list[float]:
-    return self._history
+  def get_state(self) -> dict[str, list]:
+    return {'watched': self._watched, 'history': self._history}
 
-  def set_state(self, state: list[float]) -> None:
-    self._history = state
+  def set_state(self, state: dict[str, list] | list[float]) -> None:
+    if isinstance(state, list):  # of an older checkpoint
+      self._history = state
+    elif state['watched'] == self._watched:  # values of another metric tell nothing of this one
+      self._history = state['history']
 
   def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
     value = _metric(metrics_by_task, self._task, self._metric)

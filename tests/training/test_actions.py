@@ -43,14 +43,21 @@ def test_states_go_back_to_their_actions():
     verdicts(action, [1.0, 2.0])
   states = actions.get_states(first)
   assert states == {
-    'TRAIN_EVAL/1/EarlyStoppingAction': [1.0, 2.0],
-    'TRAIN_EVAL/2/EarlyStoppingAction': [-1.0, -2.0],
+    'TRAIN_EVAL/1/EarlyStoppingAction': {'watched': ['eval', 'loss', 'min'], 'history': [1.0, 2.0]},
+    'TRAIN_EVAL/2/EarlyStoppingAction': {
+      'watched': ['eval', 'loss', 'max'],
+      'history': [-1.0, -2.0],
+    },
   }
   actions.set_states(second, json.loads(json.dumps(states)))
   for made in (first, second):
     assert [verdicts(a, [3.0]) for a in made[ActionMode.TRAIN_EVAL]] == [[False], [True], [False]]
   # A state of another configuration is left out.
   actions.set_states(make(), {'TRAIN_EVAL/0/EarlyStoppingAction': [0.0]})
+  other, older = (actions.EarlyStoppingAction(('eval', 'loss'), 'min', patience=2) for _ in 'ab')
+  other.set_state({'watched': ['eval', 'precision_at_1', 'max'], 'history': [-0.3]})
+  older.set_state([0.3])
+  assert [verdicts(action, [2.0]) for action in (other, older)] == [[False], [True]]
 
 
 def test_what_is_not_evaluated_is_an_error_before_the_first_step():
