@@ -61,6 +61,12 @@ def restore_params(
     source = {name: found for name, found in source.items() if found in saved}
     _log.info('From scratch: %s.', ', '.join(sorted(set(flat) - set(source))) or 'nothing')
     _log.info('Not used: %s.', ', '.join(sorted(set(saved) - set(source.values()))) or 'nothing')
+    if not source:
+      raise ValueError(
+        f'RestoreCheckpointConfig.path={cfg.path} has none of the parameters of the model '
+        f'({", ".join(sorted(flat)[:_SHOWN])}, ...), but {", ".join(sorted(saved)[:_SHOWN])}, ...: '
+        'RestoreCheckpointConfig.assignment_map can rename them'
+      )
     saved = {found: saved[found] for found in source.values()}
   wanted = {found: flat[name] for name, found in source.items()}
   checkpoint_reader.check_match(path, {name: x.shape for name, x in wanted.items()}, saved)
