@@ -40,7 +40,8 @@ TOKENIZER = 'tokenizer.json'  # beside the file
 _CHANNELS = (3, 1)
 _PARTITIONS = 'PjitPartitioner.num_partitions'
 _REPLICAS = 'PjitPartitioner.num_replicas'
-MESH = (_REPLICAS, _PARTITIONS)  # what is fitted to the devices here
+_SUBMESH = 'PjitPartitioner.model_parallel_submesh'
+MESH = (_REPLICAS, _PARTITIONS, _SUBMESH)  # what is fitted to the devices here
 _READ = ('FewShotAction', 'ZeroShotAction')  # configurables that mains read beside `train`
 _NEEDED = ('model', 'partitioner', 'train_dataset_cfg')
 GinSettings = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
@@ -303,10 +304,17 @@ def _published_bindings(
 
 def _fit_mesh(bindings: Sequence[str]) -> None:
   """Reduces the mesh of the run if it does not fit the devices here, where it is not typed."""
-  bound = {name: _bound_size(name) for name in MESH}
-  num_devices, sizes = jax.device_count(), dict(bound)
+  typed = [name for name in MESH if any(name in binding for binding in bindings)]
+  num_devices, num_replicas = jax.device_count(), _bound_size(_REPLICAS)
+  if (model := _bound_size(_SUBMESH)) > 1 and _SUBMESH not in typed:
+    if _PARTITIONS in typed or num_devices % (num_replicas * model):  # num_partitions replaces it
+      with gin.unlock_config():
+        gin.bind_parameter(_SUBMESH, None)
+        if _PARTITIONS not in typed:
+          gin.bind_parameter(_PARTITIONS, model)
+  bound = {_REPLICAS: num_replicas, _PARTITIONS: _bound_size(_PARTITIONS)}
+  sizes = dict(bound)
   slices = len({getattr(device, 'slice_index', 0) for device in jax.devices()})
-  typed = [name for name in bound if any(name in binding for binding in bindings)]
   if num_devices % math.prod(sizes.values()) and _REPLICAS not in typed:
     sizes[_REPLICAS] = math.gcd(sizes[_REPLICAS], slices)
   if _PARTITIONS not in typed:
@@ -320,11 +328,13 @@ def _fit_mesh(bindings: Sequence[str]) -> None:
 
 
 def _bound_size(name: str) -> int:
-  """The size of an axis of the mesh; 1 if it is not bound, or not to a number."""
+  """The size of an axis of the mesh, or of a tile; 1 if it is not bound, or not to numbers."""
   try:
     size = gin.query_parameter(name)
   except ValueError:
     return 1
+  if isinstance(size, (list, tuple)):
+    size = math.prod(size)
   return size if isinstance(size, int) and size > 0 else 1
 
 

@@ -89,6 +89,20 @@ def test_a_mesh_that_the_devices_do_not_divide_into_gets_smaller():
     opening._fit_mesh([])
     assert (gin.query_parameter(replicas), gin.query_parameter(NAME)) == expected
     gin.clear_config()
+  submesh = 'PjitPartitioner.model_parallel_submesh'
+  for bound, typed, model in (
+    ((2, 2, 1, 1), None, 4),
+    ((4, 4, 1, 1), None, 8),
+    ((2, 2, 1, 1), f'{NAME} = 2', 2),
+    (None, f'{submesh} = (1, 2, 1, 1)', 2),
+  ):
+    registry.register_trainer()
+    gin.bind_parameter(submesh, bound)
+    if typed:
+      gin.parse_config(typed)
+    opening._fit_mesh([typed or ''])
+    assert gin.get_configurable('PjitPartitioner')().model_shards == model
+    gin.clear_config()
 
 
 @pytest.mark.slow
