@@ -78,8 +78,10 @@ class JsonlWriter:
 
 
 def _position(row: Mapping[str, Any]) -> tuple[int, bool]:
-  """(step, whether the row has more than training metrics), the order in which a run writes."""
-  return row['step'], not all(name == 'step' or name.startswith('train/') for name in row)
+  """(step, whether the row follows an evaluation), the order in which a run writes."""
+  return row['step'], not all(
+    name == 'step' or name.startswith(('train/', 'data/')) for name in row
+  )
 
 
 class EventWriter:
