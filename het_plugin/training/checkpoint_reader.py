@@ -105,7 +105,10 @@ def params_shapes(checkpoint: epath.PathLike, ema: bool = False) -> dict[str, tu
   saved, failure = attempt(functools.partial(_metadata, epath.Path(checkpoint)))
   if failure is not None:
     raise Unreadable(checkpoint, one_line(failure)) from failure
-  prefix = f'{params_root(saved, ema)}/'
+  try:
+    prefix = f'{params_root(saved, ema)}/'
+  except ValueError as error:
+    raise ValueError(f'{checkpoint}: {error}') from error
   return {
     name.removeprefix(prefix): tuple(x.shape)
     for name, x in saved.items()

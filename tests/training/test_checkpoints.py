@@ -280,6 +280,8 @@ def test_warm_start_of_a_model_with_other_parameters(tmp_path):
   with pytest.raises(ValueError, match='holds head_bias, '):
     warm(fewer, tmp_path)
   assert_equal(warm(fewer, tmp_path, fallback_to_scratch=True)['head_kernel'], saved['head_kernel'])
+  with pytest.raises(ValueError, match=r'checkpoint_1: it holds no average of'):
+    warm(params, tmp_path, ema=True)
   with pytest.raises(ValueError, match=r'has none of .* \(factors, \.\.\.\), but head_bias, '):
     warm({'factors': params['head_bias']}, tmp_path, fallback_to_scratch=True)
 
