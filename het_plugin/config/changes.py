@@ -78,14 +78,16 @@ def _harmless(text: str, config: Mapping[str, Any]) -> set[str]:
 
   share = any(isinstance(steps, float) for steps in of_schedules('warmup_steps'))
   decays = {config.get('warmup_schedule.decay', 'linear'), *of_schedules('decay')}
-  if not share and decays <= {'constant', 'rsqrt'}:
+  used = uses.of(text)
+  called = {statements.split(key)[1] for key in used.used}
+  of_a_number = 'adamw' in called and 'warmup_schedule' not in called  # adamw.learning_rate = 1e-3
+  if of_a_number or not share and decays <= {'constant', 'rsqrt'}:
     stated |= {('warmup_schedule', 'total_steps')}  # these schedules only end there
   aside = {key for key in config if statements.split(key)[1:] in stated}
   rest = {key: value for key, value in config.items() if key not in aside}
   outside = _reached(config, aside)
   inside = _reached(rest, [key for key in rest if not _applies(key, outside)])
   aside |= {key for key in rest if _applies(key, outside) and not _applies(key, inside)}
-  used = uses.of(text)
   return aside | {key for key in config if used.hiding(key)}
 
 

@@ -63,6 +63,12 @@ def test_one_binding(before, binding, serious, harmless):
   assert split(changes(before, f'{before}\n{binding}')) == [{*serious.split()}, {*harmless.split()}]
 
 
+def test_the_number_of_steps_of_a_constant_learning_rate(before):
+  constant = f'{before}\nadamw.learning_rate = 1e-3\n'
+  serious, harmless = split(changes(constant, constant + 'TRAIN_STEPS = 800'))
+  assert not serious and harmless == {'total_steps.steps'}
+
+
 def test_another_head(before):
   found = changes(before, config_text('runs/digits_smoke', 'heads/het'))
   serious, harmless = split(found)
