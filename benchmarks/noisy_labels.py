@@ -47,6 +47,7 @@ docs/results has the rows that docs/noisy_labels.md states, which took 20 minute
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import time
 import warnings
@@ -536,6 +537,9 @@ def main():
   for kind in args.people if args.data else ():
     if not (args.data / FILES[kind]).exists():
       parser.error(f'--data={args.data} has no {FILES[kind]}, which --people={kind} reads')
+  args.heads = [x for x in args.heads if args.cleanlab or x != 'cleanlab']
+  if 'cleanlab' in args.heads and not args.plot and not importlib.util.find_spec('cleanlab'):
+    parser.error('--heads=cleanlab needs `pip install cleanlab`; --no-cleanlab leaves it out')
   rows = []
   if args.json and args.json.exists():
     rows = json.loads(args.json.read_text())
@@ -550,7 +554,6 @@ def main():
 def run(args, rows):
   """Measures what rows lack."""
   warnings.simplefilter('ignore', ConvergenceWarning)  # gradients are among the results
-  methods = [x for x in args.heads if args.cleanlab or x != 'cleanlab']
   points = [(as_problem(text), 1) for text in args.problem or ()]
   if args.data:
     points += [(kind, 3) for kind in args.people]
@@ -561,7 +564,7 @@ def run(args, rows):
     is_problem = isinstance(point, Problem)
     key = {**(dataclasses.asdict(point) if is_problem else {'kind': point}), 'seed': seed}
     done = {row['head'] for row in rows if key.items() <= row.items()}
-    left = [method for method in methods if method not in done]
+    left = [method for method in args.heads if method not in done]
     if not left:
       continue
     data = draw(point, seed) if is_problem else people(point, args, seed)

@@ -244,13 +244,17 @@ def test_noisy_labels(run, tmp_path):
   assert again == rows and not any('1/1 ' in line for line in printed)
 
 
-def test_noisy_labels_without_data(call_main, capsys, tmp_path):
+def test_noisy_labels_without_data(call_main, capsys, monkeypatch, tmp_path):
   with pytest.raises(SystemExit):
     call_main('noisy_labels.py', f'--data={tmp_path}', '--features', 'a.npz', 'b.npz')
   assert 'has no cifar10_human.npz, which --people=aggre reads' in capsys.readouterr().err
   with pytest.raises(SystemExit):
     call_main('noisy_labels.py', f'--data={tmp_path}')
   assert '--data and --features belong together' in capsys.readouterr().err
+  monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
+  with pytest.raises(SystemExit):
+    call_main('noisy_labels.py')
+  assert '--no-cleanlab leaves it out' in capsys.readouterr().err
 
 
 @pytest.mark.slow
