@@ -107,7 +107,8 @@ def environment(name: str) -> Mapping[str, str]:
   }
   generation, shape = parse(name)
   if generation == 'cpu':
-    variables['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={shape}'
+    count = f'--xla_force_host_platform_device_count={shape}'  # the last one counts
+    variables['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {count}'.strip()
   return variables
 
 

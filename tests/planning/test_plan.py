@@ -251,6 +251,12 @@ def test_the_time_of_a_step_is_that_of_its_parts_at_peak_rates():
   assert topology.step_seconds('cpu:8', 1e9, 1e9, moved) is None
 
 
+def test_virtual_devices_keep_the_flags_of_xla(monkeypatch):
+  monkeypatch.setenv('XLA_FLAGS', '--xla_x=1')
+  flags = '--xla_x=1 --xla_force_host_platform_device_count=4'
+  assert topology.environment('cpu:4')['XLA_FLAGS'] == flags
+
+
 def test_topologies():
   known = {'cpu:12': ('cpu', '12'), 'v3:8x8': ('v3', '8x8'), 'v5p': ('v5p', '2x2x1')}
   assert {name: topology.parse(name) for name in known} == known

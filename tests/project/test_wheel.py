@@ -50,19 +50,19 @@ assert fitted.predict_proba(x).shape == (60, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('number,extra', [(0, ''), (1, '[probe]')], ids=['sdist', 'wheel'])
-def test_readme_runs_in_a_fresh_environment(number, extra, distributions, tmp_path):
-  """With the pinned versions, and nothing else; with the extra `probe` also an estimator."""
+def test_readme_and_an_estimator_run_in_a_fresh_environment(distributions, tmp_path):
+  """The sdist with the pinned versions and nothing else, then the wheel with the extra `probe`."""
   subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(tmp_path)], check=True)
   python = str(tmp_path / 'bin' / 'python')
   install = [sys.executable, '-m', 'uv', 'pip', 'install', '--quiet', '--python', python]
-  install += ['--constraint', str(ROOT / 'requirements.txt'), f'{distributions[number]}{extra}']
-  subprocess.run(install, check=True, cwd=tmp_path)
-  (code,) = re.findall('^```python\n(.*?)^```', (ROOT / 'README.md').read_text(), re.M | re.S)
-  code += ESTIMATOR if extra else ''
-  command = [python, '-I', '-c', code]  # -I: without PYTHONPATH
-  result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-  assert (result.returncode, result.stderr) == (0, '')
+  install += ['--constraint', str(ROOT / 'requirements.txt')]
+  (readme,) = re.findall('^```python\n(.*?)^```', (ROOT / 'README.md').read_text(), re.M | re.S)
+  sdist, wheel = map(str, distributions)
+  for package, code in ((sdist, readme), (f'{wheel}[probe]', ESTIMATOR)):
+    subprocess.run([*install, package], check=True, cwd=tmp_path)
+    command = [python, '-I', '-c', code]  # -I: without PYTHONPATH
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, '')
 
 
 def test_all_code_and_gin_files_are_inside(site):
