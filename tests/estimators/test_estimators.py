@@ -19,6 +19,7 @@ from het_plugin.estimators import (
   HetClassifier,
   HetHClassifier,
   HetXLClassifier,
+  fitting,
   load,
   save,
 )
@@ -308,6 +309,16 @@ def test_wrong_labels_are_one_sentence():
     DetClassifier(target='votes').fit(x, np.full((20, 2), 0.5))
   with pytest.raises(ValueError, match='too large for float32'):
     DetClassifier().fit(np.where(x > 1, 1e39, x.astype(float)), y)
+
+
+def test_predictions_of_many_lengths_share_a_program(monkeypatch):
+  x, y = problem(num_rows=128)
+  det, apply, shapes = DetClassifier(max_iter=20, tol=0.1).fit(x, y), fitting._apply, set()
+  monkeypatch.setattr(fitting, '_apply', lambda *args: shapes.add(args[-1].shape) or apply(*args))
+  expected = det.predict_proba(x)
+  for n in (65, 100, 127):
+    np.testing.assert_allclose(det.predict_proba(x[:n]), expected[:n], atol=1e-6)
+  assert shapes == {(128, 6)}
 
 
 def test_where_jax_has_64_bits_the_fit_is_the_same():
