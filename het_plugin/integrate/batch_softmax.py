@@ -248,6 +248,7 @@ def _symmetric_bwd(plan, residuals, g):
       def body(total, chunk):
         (rows, counts, labels), (of_rows, g_rows) = chunk
         u = _block(plan, rows, counts, everyone, shift, inverse)
+        labels = jnp.where(counts, labels, -1)  # a copy of the last row has no column of its own
         to_rows, to_columns = pull(u, rows, of_rows, labels, jnp.where(counts, g_rows, 0.0))
         return total + to_columns, to_rows
 

@@ -137,7 +137,7 @@ def sharded(shape, function, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('chunk_bytes,masked', [(2**26, False), (4 * B * 5, True), (1, False)])
+@pytest.mark.parametrize('chunk_bytes,masked', [(2**26, False), (4 * B * 7, True), (1, False)])
 def test_symmetric_nll_and_its_gradient(chunk_bytes, masked):
   """In one block, in chunks that do not divide the batch, row by row."""
   arrays, weights = make(), weights_of()
