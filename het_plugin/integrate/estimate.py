@@ -23,6 +23,7 @@ draws and projects again (`jax.checkpoint`).
 weights the gradient of each sample by exp(value - answer).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -32,7 +33,7 @@ import jax.numpy as jnp
 from het_plugin.integrate.draws import Draws, NestedDraws
 from het_plugin.integrate.gaussian import PADDED, Linear, LowRank
 from het_plugin.integrate.order import Plan
-from het_plugin.integrate.placement import dims
+from het_plugin.integrate.placement import Placement, dims
 from het_plugin.integrate.samples import Constants, Samples, with_last
 
 
@@ -414,6 +415,7 @@ def mean_over_samples(
   plan: Plan, samples: Samples, constants: Constants, value: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
   """mean_s value(u_s), [B], for value [B, s] of u [B, s, K]."""
+  plan = dataclasses.replace(plan, placement=Placement())  # whole arrays, not those of a shard
 
   def add(total, chunk):
     u, _, counts = _chunk_logits(plan, samples, constants, chunk)

@@ -220,6 +220,13 @@ def test_expected_entropy_is_that_of_the_samples(kind, link):
       )
 
 
+def test_expected_entropy_of_a_diagonal_remainder_over_a_mesh():
+  logits = gaussian(make('identity', dtype=jnp.float32), 'identity', 'diag')
+  find = Integrator(num_samples=2, sampler='iid').expected_entropy
+  expected = jax.jit(find)(logits, keys_of())
+  np.testing.assert_allclose(sharded(find, make_mesh(2, 4))(logits, keys_of()), expected, 1e-5)
+
+
 def test_expected_entropy_at_the_ends():
   location = jnp.array([[1e4, 0.0, -1e4, 0.0], [0.0, 0.0, 0.0, 0.0]])
   covariance = LowRank(None, jnp.zeros((2, 1, 4)), jnp.full((2, 4), 1e-3))
