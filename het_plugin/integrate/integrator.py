@@ -122,10 +122,6 @@ class Integrator:
   principal_factors: int | None = None
 
   def __post_init__(self):
-    for name in ('num_samples', 'chunk_size', 'chunk_bytes'):
-      value = getattr(self, name)
-      if value is not None and value < 1:
-        raise ValueError(f'Integrator.{name}={value} must be at least 1')
     choices = {'order': ORDERS, 'method': METHODS}
     for name, known in choices.items():
       if getattr(self, name) not in known:
@@ -137,11 +133,17 @@ class Integrator:
         f'Integrator.sampler={self.sampler!r} is unknown: choose one of '
         f'{", ".join(samplers.SAMPLERS)}, or give a function'
       )
-    for name, of_what in {'class_tile': 'classes', 'principal_factors': 'factors'}.items():
-      value = getattr(self, name)
-      if value is not None and not (isinstance(value, numbers.Integral) and value >= 1):
+    whole = {
+      **{'num_samples': 'samples', 'chunk_size': 'samples', 'chunk_bytes': 'bytes'},
+      **{'class_tile': 'classes', 'principal_factors': 'factors'},
+    }
+    for name, of_what in whole.items():
+      value, default = getattr(self, name), getattr(type(self), name)
+      is_left_out = value is None and default is None
+      if not is_left_out and not (isinstance(value, numbers.Integral) and value >= 1):
         raise ValueError(
-          f'Integrator.{name}={value!r} must be a whole number of {of_what}, at least 1, or None'
+          f'Integrator.{name}={value!r} must be a whole number of {of_what}, at least 1'
+          + (', or None' if default is None else '')
         )
 
   def with_fixed_points(self, seed: int = 0) -> 'Integrator':

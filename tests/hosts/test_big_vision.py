@@ -89,7 +89,7 @@ def test_a_model_without_pre_logits_is_refused():
     (K, {'head': 'hetxl'}, r"config\.model\.head='hetxl' .* one of det, het, het_h, het_xl"),
     (K, {'head': 'het', 'temperature': 'learned'}, "temperature='learned' must be a number, or"),
     (K, {'head': 'het', 'temperature': {'tau': 1}}, 'some of tau_min, tau_max, initial_tau'),
-    (K, {'head': 'het', 'num_samples': 0}, r'Integrator\.num_samples=0 must be at least 1'),
+    (K, {'head': 'het', 'num_samples': 0}, r'Integrator\.num_samples=0 must be a whole number'),
   ],
 )
 def test_bad_settings_of_a_head(num_classes, settings, message):

@@ -556,7 +556,10 @@ def test_log_prob_over_a_mesh():
 @pytest.mark.parametrize(
   'arguments,words',
   [
-    ({'num_samples': 0}, 'num_samples=0'),
+    ({'num_samples': 0}, 'num_samples=0 must be a whole number of samples, at least 1$'),
+    ({'num_samples': 4.0}, 'num_samples=4.0 must be a whole number'),
+    ({'chunk_bytes': 1e9}, 'chunk_bytes=1000000000.0 must be a whole number of bytes'),
+    ({'chunk_size': 0}, 'chunk_size=0 must be a whole number of samples, at least 1, or None'),
     ({'order': 'fastest'}, 'project_then_sample'),
     ({'method': 'cuda'}, "method='cuda' is unknown: choose one of auto, exact, sample"),
     ({'sampler': 'halton'}, "sampler='halton'.*iid, antithetic, sobol"),
