@@ -17,14 +17,24 @@ from het_plugin.training import actions as actions_lib
 from het_plugin.training.state import TrainState
 
 
-class HostedAction(t5x_trainer.BaseAction):
-  """Runs one of our actions on t5x's state and metrics, in our format."""
+class HostedActions(t5x_trainer.BaseAction):
+  """Runs our actions of a mode on t5x's state and metrics, in our format.
 
-  def __init__(self, action: actions_lib.BaseAction):
-    self.action = action
+  `stopping` are the actions of all modes that have asked to stop. t5x would forget them at the next
+  mode of the same step.
+  """
+
+  def __init__(
+    self, actions: Sequence[actions_lib.BaseAction], stopping: list[actions_lib.BaseAction]
+  ):
+    self.actions = actions
+    self.stopping = stopping
 
   def run(self, train_state: Any, metrics_by_task: Mapping[str, Mapping[str, Any]]) -> bool:
-    return self.action.run(our_state(train_state), our_metrics(metrics_by_task))
+    for action in self.actions:
+      if action.run(our_state(train_state), our_metrics(metrics_by_task)):
+        self.stopping.append(action)
+    return bool(self.stopping)
 
 
 def our_state(train_state: Any) -> TrainState:
@@ -57,7 +67,7 @@ def hosted_actions(
   partitioner: t5x_partitioning.PjitPartitioner,
   model_dir: str,
   random_seed: int = 0,
-) -> dict[str, list[HostedAction]]:
+) -> dict[str, list[HostedActions]]:
   """Our actions as the argument `train.actions` of t5x; calls their `setup`.
 
   Scalars of the actions go to MODEL_DIR/actions; t5x writes its own to MODEL_DIR/train.
@@ -85,8 +95,7 @@ def hosted_actions(
     # t5x evaluates after it has saved, so the steps of a checkpoint have been evaluated.
     checkpoints_utils.latest_step(model_dir) or 0,
   )
-  hosted = {}
-  for mode, group in groups.items():
+  for group in groups.values():
     for action in group:
       if jax.process_count() > 1 and isinstance(action, PeriodicAction):
         raise ValueError(
@@ -95,5 +104,7 @@ def hosted_actions(
           'checkpoints afterwards (python -m het_plugin.fewshot).'
         )
       action.setup(context)
-    hosted[mode.value] = [HostedAction(action) for action in group]
-  return hosted
+  stopping: list[actions_lib.BaseAction] = []
+  return {
+    mode.value: [HostedActions(groups.get(mode, ()), stopping)] for mode in actions_lib.ActionMode
+  }

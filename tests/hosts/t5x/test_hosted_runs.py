@@ -35,6 +35,11 @@ FEW_SHOT = [
   *("FewShotDataset.name = 'digits'", "FewShotDataset.task = 'digits'"),
   *('FewShotDataset.max_train = 100', 'FewShotDataset.max_test = 50', 'FewShotAction.l2 = 1.0'),
 ]
+# The loss is NaN at the third step, and t5x evaluates at the fourth.
+STOPS = [
+  *("ACTIONS = {'TRAIN': [@TerminateOnNanAction()]}", 'STATS_PERIOD = 2'),
+  *('LEARNING_RATE = 1e30', 'TRAIN_STEPS = 6'),
+]
 
 
 def files(head, run='digits_smoke', partitioning='model_8', engine=ENGINE):
@@ -123,6 +128,7 @@ def theirs(ours, tmp_path_factory):
     ['train', digits, settings(folder / 'het_xl', *FEW_SHOT)],
     ['train', det, settings(folder / 'det', *no_eval)],
     ['train', det, settings(folder / 'micro', *no_eval, 'Trainer.num_microbatches = 4')],
+    ['train', det, settings(folder / 'nan', *STOPS)],
     ['train', digits, settings(folder / 'warm', *no_eval, *warm)],
     ['train', digits, settings(ours / 'exported', *no_eval)],
     *(
@@ -231,6 +237,12 @@ def test_eval_and_infer_agree_with_our_evaluation(theirs, run_main, tmp_path):
   right = np.mean([row['prediction'] == row['inputs']['label'] for row in rows])
   assert right == pytest.approx(metrics['precision_at_1'])
   assert all(row['aux']['top5'][:1] == row['prediction'] for row in rows)
+
+
+def test_an_action_on_training_metrics_stops_a_run_where_it_is_evaluated(theirs):
+  folder, _ = theirs
+  assert max(losses(folder / 'nan')) < 6
+  assert not (folder / 'nan/checkpoint_6').exists()
 
 
 def test_k_is_padded_for_any_number_of_devices(theirs):
