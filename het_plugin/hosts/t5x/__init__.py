@@ -17,7 +17,7 @@ HOOKS = {
 CONFIGURABLES = {
   'datasets': ('get_dataset', 'get_eval_datasets', 'task_name'),
   'checkpoints': ('CheckpointConfig', 'TrainStateInitializer', 'find_checkpoint'),
-  'config': ('summarize_config',),
+  'config': ('summarize_config', 'summarize_evaluation'),
   'partitioning': ('PjitPartitioner',),
   'trainer': ('Trainer',),
   'het_plugin.data.pipeline': ('DatasetConfig', 'total_steps'),

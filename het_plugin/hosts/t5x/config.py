@@ -7,6 +7,7 @@ from etils import epath
 
 import gin
 from het_plugin.config import changes, parsing, statements
+from het_plugin.training import checkpoint_reader
 
 _ENGINE = 'het_plugin/gin/t5x/train.gin'
 _ENGINE_MODULE = 'het_plugin.hosts.t5x.engine'
@@ -48,3 +49,21 @@ def summarize_config(
   if summary_writer is not None:
     summary_writer.write_texts(step, {'config': gin.markdown(text)})
     summary_writer.flush()
+
+
+def summarize_evaluation(model_dir: epath.PathLike, summary_writer: Any | None, step: int) -> None:
+  """`summarize_config_fn` of t5x.eval and t5x.infer: writes config.gin into the output directory.
+
+  Raises:
+    ValueError: the directory is a run's, whose config.gin our mains and a resumed run read.
+  """
+  del summary_writer, step
+  folder = epath.Path(model_dir)
+  folder.mkdir(parents=True, exist_ok=True)
+  if checkpoint_reader.steps(folder):
+    raise ValueError(
+      f'output_dir={folder} holds a run, whose config.gin would be replaced: bind EVAL_OUTPUT_DIR '
+      'or INFER_OUTPUT_DIR to another directory'
+    )
+  if not jax.process_index():
+    (folder / changes.CONFIG).write_text(gin.config_str())

@@ -26,3 +26,11 @@ def test_a_run_is_not_resumed_with_another_head(tmp_path):
   assert 'HetXL' not in (tmp_path / 'config.gin').read_text()
   assert (tmp_path / 'config_until_4.gin').read_text() == saved
   gin.clear_config()
+
+
+def test_an_evaluation_does_not_replace_the_configuration_of_a_run(tmp_path):
+  config.summarize_evaluation(tmp_path / 'eval', None, 0)
+  assert (tmp_path / 'eval/config.gin').exists()
+  (tmp_path / 'run/checkpoint_4/state').mkdir(parents=True)
+  with pytest.raises(ValueError, match='run holds a run.*EVAL_OUTPUT_DIR'):
+    config.summarize_evaluation(tmp_path / 'run', None, 0)
