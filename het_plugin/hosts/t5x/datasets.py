@@ -14,6 +14,7 @@ import numpy as np
 from etils import epath
 
 from het_plugin import data
+from het_plugin.training import checkpoint_reader, class_names
 
 
 class TrainIterator(clu.data.dataset_iterator.DatasetIterator):
@@ -82,16 +83,25 @@ def get_dataset(
   continue_from_last_checkpoint: bool = False,
   *,
   model: Any,
+  model_dir: epath.PathLike,
 ) -> TrainIterator:
   """`train.get_dataset_fn` of t5x for our DatasetConfig.
 
-  shard_id and num_shards give the part of the global batch for this process.
+  shard_id and num_shards give the part of the global batch for this process. The names of the
+  classes are kept in model_dir, as by our trainer.
 
   Raises:
-    ValueError: a setting of cfg is wrong, or it or the model does not fit the task.
+    ValueError: a setting of cfg is wrong, or it or the model does not fit the task, or the run in
+      model_dir had other classes.
   """
   del feature_converter_cls, num_epochs, continue_from_last_checkpoint  # cfg has its own
-  return TrainIterator(*_open(cfg, shard_id, num_shards, model))
+  iterator = TrainIterator(*_open(cfg, shard_id, num_shards, model))
+  names = getattr(data.task_info(cfg.mixture_or_task_name), 'class_names', None)
+  kept = class_names.read(model_dir) if checkpoint_reader.steps(model_dir) else None
+  class_names.check(f'mixture_or_task_name={cfg.mixture_or_task_name}', names, kept)
+  if names and not kept and not jax.process_index():
+    class_names.write(model_dir, names)
+  return iterator
 
 
 def get_eval_datasets(

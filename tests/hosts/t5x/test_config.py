@@ -1,10 +1,14 @@
 """What a run under t5x leaves of its configuration. t5x itself is not needed."""
 
+import types
+
 import pytest
 
 import gin
+from het_plugin import data
 from het_plugin.config import parsing
-from het_plugin.hosts.t5x import config
+from het_plugin.hosts.t5x import config, datasets
+from het_plugin.training import class_names
 
 
 def configure(head):
@@ -34,3 +38,19 @@ def test_an_evaluation_does_not_replace_the_configuration_of_a_run(tmp_path):
   (tmp_path / 'run/checkpoint_4/state').mkdir(parents=True)
   with pytest.raises(ValueError, match='run holds a run.*EVAL_OUTPUT_DIR'):
     config.summarize_evaluation(tmp_path / 'run', None, 0)
+
+
+def test_a_run_keeps_the_names_of_its_classes(tmp_path):
+  model = types.SimpleNamespace(validate=lambda info: None)
+  cfg = data.DatasetConfig('digits', {'image': 8, 'label': 1}, 'train', batch_size=8)
+
+  def start():
+    datasets.get_dataset(cfg, 0, 1, None, model=model, model_dir=tmp_path)
+
+  start()
+  (tmp_path / 'checkpoint_4/state').mkdir(parents=True)
+  names = class_names.read(tmp_path)
+  assert names == tuple('0123456789')
+  class_names.write(tmp_path, names[::-1])
+  with pytest.raises(ValueError, match="'0' is class 0 here and class 9 in the training data"):
+    start()
