@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from het_plugin.heads.covariance import LowRankCovariance
 from het_plugin.heads.linear import matmul, parameter
+from het_plugin.heads.settings import check_dtype, check_sizes
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, owned
 from het_plugin.integrate import (
   LINKS,
@@ -75,10 +76,8 @@ class Classifier(nn.Module):
   def check(self, phi: jax.Array) -> None:
     """Raises ValueError if an attribute is out of range, or phi is not [B, D]."""
     name = type(self).__name__
-    if self.num_classes < 1:
-      raise ValueError(f'{name}.num_classes={self.num_classes} must be at least 1')
-    if self.class_multiple < 1:
-      raise ValueError(f'{name}.class_multiple={self.class_multiple} must be at least 1')
+    check_sizes(name, num_classes=self.num_classes, class_multiple=self.class_multiple)
+    check_dtype(name, self.dtype)
     if self.link not in LINKS:
       raise ValueError(f'{name}.link={self.link!r} is unknown: choose one of {", ".join(LINKS)}')
     self.own_temperature.check()
@@ -255,8 +254,7 @@ class HetH(Heteroscedastic):
   @nn.nowrap
   def check(self, phi: jax.Array) -> None:
     super().check(phi)
-    if self.num_buckets is not None and self.num_buckets < 1:
-      raise ValueError(f'HetH.num_buckets={self.num_buckets} must be at least 1, or None for D')
+    check_sizes('HetH', ', or None for D', num_buckets=self.num_buckets)
 
   @nn.nowrap
   def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
@@ -331,8 +329,7 @@ class HetXL(Heteroscedastic):
   @nn.nowrap
   def check(self, phi: jax.Array) -> None:
     super().check(phi)
-    if self.noise_dim is not None and self.noise_dim < 1:
-      raise ValueError(f'HetXL.noise_dim={self.noise_dim} must be at least 1, or None to share W')
+    check_sizes('HetXL', ', or None to share W', noise_dim=self.noise_dim)
     if self.noise_dim is not None and self.get_logits is not None:
       raise ValueError(
         'set HetXL.noise_dim or HetXL.get_logits, not both: get_logits takes phi + noise as one '

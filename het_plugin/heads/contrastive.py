@@ -37,6 +37,7 @@ from flax.linen import partitioning
 from jax.typing import DTypeLike
 
 from het_plugin.heads.covariance import LowRankCovariance
+from het_plugin.heads.settings import check_dtype
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale, owned
 from het_plugin.integrate import (
   BatchSoftmax,
@@ -112,6 +113,7 @@ class ContrastiveDet(nn.Module):
   @nn.nowrap
   def check(self) -> None:
     """Raises ValueError if an attribute is out of range."""
+    check_dtype(type(self).__name__, self.dtype)
     self.own_temperature.check()
 
   @nn.nowrap

@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from het_plugin.heads.linear import affine, parameter
+from het_plugin.heads.settings import check_sizes
 from het_plugin.integrate import REMAINDERS, LowRank
 
 PARAMETRIZATIONS = ('efficient', 'full')
@@ -53,8 +54,7 @@ class LowRankCovariance(nn.Module):
   @nn.nowrap
   def check(self, owner: str) -> None:
     """Raises ValueError if an attribute is out of range; `owner` is the head named in it."""
-    if self.num_factors < 1:
-      raise ValueError(f'{owner}.num_factors={self.num_factors} must be at least 1')
+    check_sizes(owner, num_factors=self.num_factors)
     if self.noise_dim < 1:
       raise ValueError(f'{owner}: the noise dimension {self.noise_dim} must be at least 1')
     for name, known in (('parametrization', PARAMETRIZATIONS), ('remainder', REMAINDERS)):

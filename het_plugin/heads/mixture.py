@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from het_plugin.heads.classifiers import Classifier
 from het_plugin.heads.linear import affine
+from het_plugin.heads.settings import check_sizes
 from het_plugin.integrate import GaussianLogits, Integrator
 
 INITIAL_SCALE = 0.1  # of V_m: the components differ, and their mean is nearly DET
@@ -34,10 +35,7 @@ class MixtureOfSoftmaxes(Classifier):
   @nn.nowrap
   def check(self, phi: jax.Array) -> None:
     super().check(phi)
-    if self.num_components < 1:
-      raise ValueError(
-        f'MixtureOfSoftmaxes.num_components={self.num_components} must be at least 1'
-      )
+    check_sizes('MixtureOfSoftmaxes', num_components=self.num_components)
     if self.link != 'softmax':
       raise ValueError(f"MixtureOfSoftmaxes.link={self.link!r} must be 'softmax'")
 

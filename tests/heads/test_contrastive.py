@@ -216,6 +216,7 @@ def test_a_zero_representation_is_finite():
   'head, rows, words',
   [
     (ContrastiveHetXL(num_factors=0), B, 'ContrastiveHetXL.num_factors=0'),
+    (ContrastiveDet(dtype='bf16'), B, "ContrastiveDet.dtype='bf16' must be a floating type"),
     (ContrastiveDet(temperature=LogitScale(-1.0)), B, 'LogitScale.initial_scale=-1.0'),
     (ContrastiveDet(), 4, r'ContrastiveDet: .* images \(5, 6\) and texts \(4, 6\)'),
   ],

@@ -33,7 +33,11 @@ def test_its_definition_and_its_rank():
 
 @pytest.mark.parametrize(
   ('settings', 'error'),
-  [({'num_components': 0}, 'num_components=0'), ({'link': 'sigmoid'}, "link='sigmoid'")],
+  [
+    ({'num_components': 0}, 'num_components=0'),
+    ({'num_components': 2.0}, 'num_components=2.0 must be a whole number, at least 1'),
+    ({'link': 'sigmoid'}, "link='sigmoid'"),
+  ],
 )
 def test_errors(settings, error):
   with pytest.raises(ValueError, match=error):
