@@ -222,7 +222,10 @@ class Integrator:
       logits: logits of B examples with noise, and the link 'softmax'.
       keys: as in `nll`.
     """
-    return self._problem(checked(logits), keys)[2].draws
+    logits = checked(logits)
+    if hashed.has_fewer_buckets(logits):
+      logits = hashed.shares_of(logits)[0].logits(logits)
+    return self._problem(logits, keys)[2].draws
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | Draws | None = None) -> jax.Array:
     """log p(k | x) of every class.

@@ -87,6 +87,18 @@ def test_float32_buckets_over_a_mesh_agree_with_float64_classes():
     assert_close(found, expected, 3e-5)
 
 
+def test_draws_are_those_of_the_buckets_that_a_mesh_pads():
+  head, params, phi = problem('diag')
+  integrator = Integrator(32)
+
+  def log_prob(params):
+    logits = head.apply({'params': params}, phi)
+    return integrator.log_prob(logits, integrator.draws(logits, KEYS))
+
+  with on_mesh(make_mesh(1, 3)):  # 3 does not divide H
+    assert jax.eval_shape(log_prob, params).shape == (B, head.padded_classes)
+
+
 @pytest.mark.slow
 def test_a_bucket_far_below_the_others_keeps_its_loss():
   head, params, phi = problem()
