@@ -55,6 +55,6 @@ class MixtureOfSoftmaxes(Classifier):
     rows = (phi[:, None] + moved).reshape(-1, dim)  # [B M, D]
     logits = self.gaussian(self.location(rows, self.kernel(phi), self.bias()), None, None)
     log_p = Integrator().log_prob(logits)  # [B M, Kp]
-    log_p = log_p.reshape(phi.shape[0], count, -1)  # [B, M, Kp]; B may be symbolic
+    log_p = log_p.reshape(phi.shape[0], count, log_p.shape[-1])  # [B, M, Kp]; B may be symbolic
     mixed = jax.nn.logsumexp(jax.nn.log_softmax(weights)[..., None] + log_p, axis=1)
     return dataclasses.replace(logits, location=mixed, temperature=jnp.ones((), mixed.dtype))

@@ -241,7 +241,8 @@ def _product(x, kernel):
   """x [B, T, Q] times W [Q, Kp]; on a CPU as a product of matrices, which avoids copies."""
 
   def as_matrices(x, kernel):
-    return apply_projection(Linear(kernel), x.reshape(-1, x.shape[-1])).reshape(*x.shape[:2], -1)
+    flat = apply_projection(Linear(kernel), x.reshape(-1, x.shape[-1]))
+    return flat.reshape(*x.shape[:2], kernel.shape[-1])
 
   def in_general(x, kernel):
     return apply_projection(Linear(kernel), x)
@@ -275,8 +276,8 @@ def _streamed_variance(scale, loading, kernel, size):
     return jnp.square(apply_projection(Linear(kernel), rows)).sum(1)
 
   def local(scale, loading, kernel):
-    groups = loading.reshape(*loading.shape[:-2], -1, size, loading.shape[-1])
-    groups = jnp.moveaxis(groups, -3, 0)
+    *batch, count, noise_dim = loading.shape
+    groups = jnp.moveaxis(loading.reshape(*batch, count // size, size, noise_dim), -3, 0)
 
     def add(total, group):
       return total + of_group(group, scale, kernel), None

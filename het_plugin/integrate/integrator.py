@@ -545,7 +545,10 @@ def check_labels(logits: GaussianLogits, labels: jax.Array) -> jax.Array:
     largest = np.asarray(labels).max(initial=0)
     if largest >= logits.num_classes:
       raise ValueError(f'labels hold {largest}: class ids are below K = {logits.num_classes}')
-  return jnp.asarray(labels, jnp.int32).reshape(batch, -1)  # int8 cannot hold K
+  labels = jnp.asarray(labels, jnp.int32)  # int8 cannot hold K
+  if shape[1:] == (0,):
+    return jnp.pad(labels, ((0, 0), (0, 1)), constant_values=-1)
+  return labels if len(shape) == 2 else labels[:, None]
 
 
 def multi_hot(labels: jax.Array, num_classes: int) -> jax.Array:

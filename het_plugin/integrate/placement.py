@@ -126,6 +126,8 @@ def on_mesh_of_caller(function, result: str, logits, *args):
   """
   if jax.sharding.get_abstract_mesh().manual_axes:
     logits, args = _varying_alike((logits, args))
+  if logits.location.shape[0] == 0:  # nothing to compute, and a dimension of -1 would be unknown
+    return logits.location if result == 'bk' else logits.location[:, 0]
   sharding = jax.typeof(logits.location).sharding
   if not sharding.mesh.explicit_axes:
     return function(logits, *args)

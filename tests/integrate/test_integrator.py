@@ -631,6 +631,20 @@ def test_labels_may_be_narrow(dtype):
   np.testing.assert_allclose(nll, np.log(300), rtol=1e-6)
 
 
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+def test_batches_and_lists_of_labels_may_be_empty(link):
+  logits = gaussian(make('linear', dtype=jnp.float32), 'linear', link=link)
+  no_labels, none_listed = jnp.zeros((B, 0), jnp.int32), jnp.full((B, 1), -1)
+  for integrator in (Integrator(2, sampler='iid'), Analytic()):
+    found, expected = (integrator.nll(logits, x, keys_of()) for x in (no_labels, none_listed))
+    np.testing.assert_array_equal(found, expected)
+
+  empty = gaussian(make('linear', full=True, batch=0, dtype=jnp.float32), 'linear', link=link)
+  for integrator in (Integrator(2), Analytic()):
+    assert integrator.nll(empty, none_listed[:0, 0], keys_of(0)).shape == (0,)
+    assert integrator.log_prob(empty, keys_of(0)).shape == (0, KP)
+
+
 @pytest.mark.parametrize(
   'labels,words',
   [
