@@ -20,7 +20,7 @@ class FixedTemperature(nn.Module):
   """A constant tau without parameters.
 
   Attributes:
-    tau: the temperature, positive.
+    tau: the temperature, positive and finite.
   """
 
   tau: float = 1.0
@@ -35,9 +35,9 @@ class FixedTemperature(nn.Module):
 
   @nn.nowrap
   def check(self) -> None:
-    """Raises ValueError if tau is not positive."""
-    if not self.tau > 0:
-      raise ValueError(f'FixedTemperature.tau={self.tau} must be positive')
+    """Raises ValueError if tau is not positive and finite."""
+    if not 0 < self.tau < math.inf:
+      raise ValueError(f'FixedTemperature.tau={self.tau} must be positive and finite')
 
   def __call__(self) -> jax.Array:
     self.check()
@@ -73,11 +73,11 @@ class LearnedTemperature(nn.Module):
 
   @nn.nowrap
   def check(self) -> None:
-    """Raises ValueError if the range is empty, not positive, or does not contain tau_0."""
-    if not 0 < self.tau_min < self.tau_max:
+    """Raises ValueError if the range is empty, not positive or finite, or does not hold tau_0."""
+    if not 0 < self.tau_min < self.tau_max < math.inf:
       raise ValueError(
         f'LearnedTemperature.tau_min={self.tau_min} and tau_max={self.tau_max} must satisfy '
-        '0 < tau_min < tau_max'
+        '0 < tau_min < tau_max, both finite'
       )
     if not self.tau_min < self.tau_0 < self.tau_max:
       raise ValueError(

@@ -410,6 +410,11 @@ def test_an_export_takes_any_batch_size(name, link, method, num_samples):
       Det(K, temperature=LearnedTemperature(tau_min=5.0, tau_max=0.05)),
       'tau_min=5.0 and tau_max=0.05',
     ),
+    (
+      Det(K, temperature=LearnedTemperature(tau_max=float('inf'), initial_tau=1.0)),
+      'tau_max=inf must satisfy 0 < tau_min < tau_max, both finite',
+    ),
+    (Det(K, temperature=FixedTemperature(float('inf'))), 'tau=inf must be positive and finite'),
   ],
 )
 def test_bad_settings_are_one_sentence(head, words):
