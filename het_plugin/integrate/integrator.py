@@ -66,7 +66,8 @@ class Integrator:
 
   All results are differentiable. First derivatives stream over samples, and so does forward mode
   over them (`jax.jvp` of `jax.grad`). Reverse mode over reverse mode keeps the logits of all
-  samples.
+  samples. Forward mode alone (`jax.jvp` of a loss) is refused by JAX where a loss has a gradient
+  rule of its own, as in tiles: take `jax.grad`.
 
       >>> import jax, jax.numpy as jnp
       >>> from het_plugin import heads
