@@ -15,6 +15,7 @@ import scipy.linalg
 from het_plugin import runs
 from het_plugin.evaluation import class_covariance
 from het_plugin.integrate import GaussianLogits, example_keys, shared_key
+from het_plugin.models import soft_labels
 from het_plugin.runs.per_example import Columns
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class NoiseEffect:
       logits = run.model.logits(params, batch)
       bare = logits.replace(covariance=None, projection=None)
       ignored = shared_key(jax.random.key(0))
-      nll = run.model.eval_integrator.nll(bare, batch['label'], ignored)
+      nll = soft_labels.nll(run.model.eval_integrator, bare, batch, ignored)
       nll_rise = nll + run.model.score_batch(params, batch)
       return {'variance': _variance(logits), 'nll_rise': nll_rise}
 
@@ -127,7 +128,7 @@ class ExampleNLL:
 
         def scaled(scale):
           changed = logits.replace(temperature=scale * logits.temperature)
-          return integrator.nll(changed, batch['label'], keys)
+          return soft_labels.nll(integrator, changed, batch, keys)
 
         return {
           'nll': jax.lax.map(scaled, jnp.array(scales)).T,

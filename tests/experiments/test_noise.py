@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from scipy import special
 
-from het_plugin import data, runs
+from het_plugin import backbones, data, models, runs
 from het_plugin.experiments.analyses import ExampleNLL, NoiseEffect
 from het_plugin.heads import Det
 from het_plugin.integrate import Integrator, example_keys
+from het_plugin.training.partitioning import PjitPartitioner
 
 EFFECT = NoiseEffect(split='test', num_examples=24)
 
@@ -58,6 +59,22 @@ def test_a_deterministic_head_has_none(digits_run, monkeypatch):
   del run.param_specs['head']['covariance'], run.param_specs['head']['temperature']
   monkeypatch.setattr(runs, 'open_run', lambda path: run)
   assert EFFECT(None) == {'noise / tau': 0, 'NLL without noise': 0}
+
+
+def test_labels_count_by_their_shares_as_in_training(tmp_path, monkeypatch):
+  file, x = tmp_path / 'a.npz', np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
+  label, weight = np.tile([1, 2], (32, 1)), np.tile(np.float32([0.9, 0.1]), (32, 1))
+  np.savez(file, features=x, label=label, label_weight=weight, split=['train', 'test'] * 16)
+  rule = Integrator()
+  model = models.ClassificationModel(backbones.Mlp((8,)), Det(num_classes=3), None, rule, rule)
+  params = model.get_initial_variables(jax.random.key(0), {'image': (2, 1, 1, 4)})['params']
+  run = runs.Run(model, PjitPartitioner(), params, None, 1, 4, task=f'features:{file}')
+  monkeypatch.setattr(runs, 'open_run', lambda path: run)
+  assert EFFECT(None) == {'noise / tau': 0, 'NLL without noise': 0}
+  ExampleNLL(split='test', choose_split='train')(tmp_path)
+  log_p = run.predict({'image': x[1::2, None, None]})['log_prob']
+  expected = -log_p[:, 1:] @ weight[0]
+  np.testing.assert_allclose(np.load(tmp_path / 'nll.npz')['NLL'], expected, rtol=1e-5)
 
 
 @pytest.mark.slow
