@@ -64,7 +64,8 @@ def signed_rank_p(
   See Demsar 2006, https://jmlr.org/papers/v7/demsar06a.html. None for fewer than MIN_DATASETS data
   sets.
   """
-  gains = [results[name].mean - baseline[name].mean for name in results]
+  # Equal accuracies may differ in their last digits, by the order of the draws.
+  gains = np.round([results[name].mean - baseline[name].mean for name in results], 12)
   if len(gains) < MIN_DATASETS or not np.any(gains):
     return None
   return float(scipy.stats.wilcoxon(gains).pvalue)

@@ -59,8 +59,11 @@ def test_signed_rank_over_data_sets():
     }
     for values in (gains, [0.0] * len(gains))
   )
-  expected = scipy.stats.wilcoxon([ours[i].mean - theirs[i].mean for i in ours]).pvalue
-  assert comparison.signed_rank_p(ours, theirs) == pytest.approx(expected)
+  assert comparison.signed_rank_p(ours, theirs) == pytest.approx(scipy.stats.wilcoxon(gains).pvalue)
+  draws, x = (0.1, 0.2, 0.3), ours['0']  # equal means, in another order
+  ours['2'], theirs['2'] = (dataclasses.replace(x, accuracies=a) for a in (draws, draws[::-1]))
+  gains[2] = 0
+  assert comparison.signed_rank_p(ours, theirs) == pytest.approx(scipy.stats.wilcoxon(gains).pvalue)
   assert comparison.signed_rank_p(theirs, theirs) is None
   few = {name: ours[name] for name in list(ours)[:5]}
   assert comparison.signed_rank_p(few, {name: theirs[name] for name in few}) is None
