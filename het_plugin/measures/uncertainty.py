@@ -152,7 +152,8 @@ def score_examples(
       where a probability of a sigmoid is near 1.
 
   Raises:
-    ValueError: a k or a label is out of range, or an example of a softmax has no label.
+    ValueError: a k or a label is out of range, an example of a softmax has no label, or a
+      probability is NaN.
   """
   num_classes = log_prob.shape[1]
   if wrong := [k for k in ks if not 1 <= k <= num_classes]:
@@ -361,6 +362,11 @@ def _uncertainty(log_p, link, expected_entropy) -> Uncertainty:
 
 def _score(log_p, labels, index, link, ks, label_weight, expected_entropy, nll) -> ExampleScores:
   """The scores of a block; log_p is float64 [n, K]."""
+  for row in np.flatnonzero(np.isnan(log_p).any(axis=1))[:1]:
+    raise ValueError(
+      f'the probabilities of example {int(index[row])} are NaN: a parameter of the model, or the '
+      'example itself, is not finite'
+    )
   softmax, num_classes = link == 'softmax', log_p.shape[1]
   one_label = softmax and label_weight is None and ((labels >= 0).sum(axis=1) == 1).all()
   if not softmax:

@@ -211,6 +211,8 @@ def test_k_labels_and_ids_that_do_not_fit():
     score(make(labels=np.full((N, 1), -1, np.int32)))
   with pytest.raises(ValueError, match='only 1 distinct'):
     score(make(index=np.zeros(N, int)))
+  with pytest.raises(ValueError, match='probabilities of example 0 are NaN'):  # it had precision 1
+    uncertainty.score_examples(np.full((1, 3), np.nan), np.zeros((1, 1), int), (1,))
   with pytest.raises(ValueError, match='no examples'):
     uncertainty.concatenate([])
 
