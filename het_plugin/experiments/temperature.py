@@ -104,7 +104,7 @@ def suggest(taus: Sequence[float], nlls: Sequence[float], count: int, seed: int)
 
   The first ones are spread over BOUNDS. Each of the others has the largest expected improvement,
   given the trials and assuming that earlier suggestions turn out as predicted (Ginsbourger et al.
-  2010, "kriging believer").
+  2010, "kriging believer"). None is as near to an earlier one as two points of the grid of 401.
 
   Args:
     taus, nlls: temperatures tried so far, and their NLLs; infinite if training failed, which counts
@@ -136,7 +136,10 @@ def suggest(taus: Sequence[float], nlls: Sequence[float], count: int, seed: int)
       mean, std = model.fit(np.array(x)[:, None], y).predict(candidates[:, None], return_std=True)
       gain = min(y) - mean
       z = gain / np.maximum(std, 1e-12)
-      best = np.argmax(gain * scipy.stats.norm.cdf(z) + std * scipy.stats.norm.pdf(z))
+      improvement = gain * scipy.stats.norm.cdf(z) + std * scipy.stats.norm.pdf(z)
+      nearest = abs(candidates[:, None] - x).min(axis=1)
+      # A training would only repeat what an earlier one found.
+      best = np.argmax(np.where(nearest > 0.9 * (candidates[1] - low), improvement, -np.inf))
       x.append(candidates[best])
       y.append(mean[best])
     chosen = x[-count:]

@@ -151,4 +151,5 @@ def test_suggestions_spread_first_and_then_close_in_on_the_best():
   for _ in range(3):
     taus += temperature.suggest(taus, [nll(tau) for tau in taus], 5, 0)
   assert min(abs(math.log(tau / 0.4)) for tau in taus) < 0.05
+  assert len(set(taus)) == len(taus)
   assert temperature.suggest(first, [math.inf] * 5, 5, 0) != first  # all failed: others
