@@ -268,6 +268,7 @@ class _Training:
     try:
       trainings.complete(run, folder, forget_analysis)
     except nonfinite.NonFiniteStop as stop:
+      forget_analysis(stop)  # of fewer steps, if the run was complete with them
       stopped = stop
     if label not in self._counts:
       self._counts[label] = trainings.configured_model()[1]

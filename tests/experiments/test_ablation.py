@@ -183,7 +183,10 @@ def test_settings_that_contradict_each_other(settings, message):
 def test_a_run_that_is_not_finite_is_reported_and_ends_no_other(tmp_path, trained):
   cells = {'DET': (HEAD('det'),), 'diverges': (HEAD('det'), 'LEARNING_RATE = 1.0')}
   study = ablation(cells=cells, seeds=(0, 1), analysis=lambda folder: {'depth': 1.0})
+  (tmp_path / 'diverges' / 'seed=0').mkdir(parents=True)
+  np.savez(tmp_path / 'diverges' / 'seed=0' / 'nll.npz', NLL=np.ones(3))  # of fewer steps
   det, diverges = last_report(study, tmp_path).rows
+  assert not list(tmp_path.rglob('nll.npz'))
   assert det['depth'] == 1.0 and math.isfinite(det['nll']) and len(trained) == 4
   assert all(math.isnan(diverges[name]) for name in ('nll', 'tau', 'depth'))
   assert 'diverges, seed 1, is not finite at step 3.' in last_report(study, tmp_path).text()
