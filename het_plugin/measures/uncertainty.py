@@ -83,6 +83,7 @@ class ExampleScores:
 
   index: np.ndarray  # int64 [N]
   labels: np.ndarray  # int32 [N, L]
+  shares: np.ndarray | None  # float64 [N, L], of the labels; None under sigmoid
   nll: np.ndarray  # float64 [N]
   brier: np.ndarray  # float64 [N]
   precision: dict[int, np.ndarray]  # {k: float64 [N]}
@@ -249,6 +250,14 @@ def difference(scores: ExampleScores, first: ExampleScores) -> dict[str, Any]:
     raise ValueError(
       'the examples differ: a paired comparison needs the ids and labels of the first row'
     )
+  if a.shares is not None and b.shares is not None:
+    num = min(a.labels.shape[1], b.labels.shape[1])  # the rest is padding
+    wrong = ~np.isclose(a.shares[:, :num], b.shares[:, :num], atol=1e-3).all(axis=1)
+    for row in np.flatnonzero(wrong)[:1]:
+      raise ValueError(
+        f'label_weight of example {int(a.index[row])} differs: a paired comparison needs the '
+        'shares of the labels of the first row'
+      )
   with np.errstate(invalid='ignore'):  # inf - inf is NaN, which reports show as missing
     differences = {'nll': a.nll - b.nll, 'brier': a.brier - b.brier}
     if 1 in a.precision and 1 in b.precision:
@@ -386,14 +395,15 @@ def _score(log_p, labels, index, link, ks, label_weight, expected_entropy, nll) 
   else:
     brier = np.square(np.exp(log_p) - target).sum(axis=1)
   rank = _ranks(log_p, labels)  # [n, L]
+  shares, weight = None, 1.0
   if softmax:
-    weight = np.where(labels >= 0, 1.0 if label_weight is None else label_weight, 0.0)
-    weight = weight / weight.sum(axis=1, keepdims=True)
-  else:
-    weight = 1.0
+    weight = np.ones(labels.shape) if label_weight is None else label_weight.astype(np.float64)
+    shares = np.where(labels >= 0, weight, 0.0)
+    weight = shares = shares / shares.sum(axis=1, keepdims=True)
   return ExampleScores(
     index=index,
     labels=labels,
+    shares=shares,
     nll=nll + 0.0,  # a label of probability 1 has 0, not -0
     brier=brier,
     precision={k: ((rank < k) * weight).sum(axis=1) / (1 if softmax else k) for k in ks},

@@ -201,6 +201,14 @@ def test_paired_differences():
   for other in (make(seed=9), make(n=N - 1, seed=3)):
     with pytest.raises(ValueError, match='ids and labels'):
       uncertainty.difference(score(other), a)
+  votes_of = np.tile([[0, 1]], (N, 1))
+  equal, unequal = (
+    score(make(labels=votes_of, label_weight=np.tile(np.float32(w), (N, 1))))
+    for w in ([0.5, 0.5], [0.9, 0.1])
+  )
+  assert uncertainty.difference(equal, score(make(labels=votes_of)))['nll'] == 0
+  with pytest.raises(ValueError, match='label_weight of example .* differs'):
+    uncertainty.difference(unequal, equal)
 
 
 def test_k_labels_and_ids_that_do_not_fit():
