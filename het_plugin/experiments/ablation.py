@@ -305,7 +305,8 @@ class _Training:
 
   def _row(self, label: str) -> dict[str, Any]:
     runs, against = self._found[label], self._found[self._ablation.first]
-    names = dict.fromkeys(name for run in (*runs, *against) for name in run)
+    # Of all cells, so that their rows have the same columns.
+    names = dict.fromkeys(name for cell in self._found.values() for run in cell for name in run)
     values = {name: [run.get(name, math.nan) for run in runs] for name in names}
     means = {name: comparison.group_mean(of_name) for name, of_name in values.items()}
     row = {'head': label} | {name: mean for name, (mean, _) in means.items()}

@@ -190,6 +190,9 @@ def test_a_run_that_is_not_finite_is_reported_and_ends_no_other(tmp_path, traine
   assert det['depth'] == 1.0 and math.isfinite(det['nll']) and len(trained) == 4
   assert all(math.isnan(diverges[name]) for name in ('nll', 'tau', 'depth'))
   assert 'diverges, seed 1, is not finite at step 3.' in last_report(study, tmp_path).text()
+  reverse = dataclasses.replace(study, cells={name: cells[name] for name in ('diverges', 'DET')})
+  (of_tests,) = (t for t in last_report(reverse, tmp_path).tables if t.caption.startswith('p of'))
+  assert {len(line) for line in of_tests.lines} == {len(of_tests.header)}
   with pytest.raises(ValueError, match='FixedTemperature.tau that is not finite. diverges, seed 0'):
     cells = {'diverges': cells['diverges'], 'DET': cells['DET']}
     measured = {'DET': {'FixedTemperature.tau': ('diverges', 'tau')}}
