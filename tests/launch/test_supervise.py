@@ -74,7 +74,7 @@ def test_a_command_that_cannot_be_started_has_a_code(tmp_path):
 
 def test_sigterm_lets_the_command_save_and_does_not_start_it_again(tmp_path):
   process = start(tmp_path, PATIENT)
-  wait_for(lambda: 'ready' in log(tmp_path))
+  wait_for(lambda: re.search(r'ready \d+\n', log(tmp_path)))  # print writes it word by word
   process.send_signal(signal.SIGTERM)
   assert process.wait() == 42
   assert re.fullmatch(r'ready \d+\nsaved\n', log(tmp_path))
