@@ -35,7 +35,7 @@ BELOW = {
   'hosts': {'config', 'evaluation', 'training', 'data', 'measures', 'heads', 'integrate'},
   'experiments': {
     *('config', 'runs', 'evaluation', 'operations', 'training', 'data', 'rows', 'measures'),
-    *('heads', 'integrate', 'reporting', 'weights'),
+    *('models', 'heads', 'integrate', 'reporting', 'weights'),
   },
 }
 PORTABLE = {'integrate', 'heads', 'backbones'}  # need jax, flax and numpy only
