@@ -26,6 +26,7 @@ from absl import flags
 
 from het_plugin.config import command_line, flag_values, registry
 from het_plugin.experiments import study
+from het_plugin.training import run_files
 
 
 def define_flags() -> None:
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
     own, of_runs = study.split_bindings(flags.FLAGS.gin_bindings)
     chosen = study.load(argv[1], own, flags.FLAGS.gin_search_paths)
     named = flags.FLAGS.output_dir or f'runs/ablations/{Path(argv[1]).stem}'
-    output_dir = flag_values.local_folder('output_dir', named)
+    output_dir = run_files.local_folder('output_dir', named)
     seeds = flags.FLAGS.seeds
     request = study.Request(
       output_dir,

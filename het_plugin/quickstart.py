@@ -25,9 +25,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from het_plugin.config import command_line, flag_values, uses
+from het_plugin.config import command_line, uses
 from het_plugin.experiments import head_comparison, trainings
 from het_plugin.experiments.head_comparison import HEADS
+from het_plugin.training import run_files
 
 RUN = 'het_plugin/gin/runs/glyphs_quickstart.gin'
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     if unknown := [head for head in heads or [''] if head not in HEADS]:
       raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')
-    output_dir = flag_values.local_folder('output_dir', settings.output_dir)
+    output_dir = run_files.local_folder('output_dir', settings.output_dir)
     folders = {head: output_dir / head for head in heads}
     of_heads, texts = {}, []
     for head, folder in folders.items():

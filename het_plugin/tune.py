@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 from absl import flags, logging
 
-from het_plugin.config import command_line, flag_values
+from het_plugin.config import command_line
 from het_plugin.experiments import temperature, trainings
-from het_plugin.training import compilation_cache
+from het_plugin.training import compilation_cache, run_files
 
 RUN = 'het_plugin/gin/runs/temperature_glyphs.gin'
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     methods = temperature.parse_methods(flags.FLAGS.method)
     grid = temperature.parse_grid(flags.FLAGS.grid)
-    output_dir = flag_values.local_folder('output_dir', flags.FLAGS.output_dir)
+    output_dir = run_files.local_folder('output_dir', flags.FLAGS.output_dir)
     base = trainings.Training(
       [flags.FLAGS.run, *flags.FLAGS.gin_file],
       flags.FLAGS.gin_bindings,

@@ -6,7 +6,6 @@ import math
 import re
 import tokenize
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 
 def integers(
@@ -24,13 +23,6 @@ def integers(
       f'--{flag}={",".join(values)} must be {count}whole numbers of at least {least}'
     )
   return [int(value) for value in values]
-
-
-def local_folder(flag: str, value: str) -> Path:
-  """The folder of a flag; ValueError for one in an object store (gs://)."""
-  if '://' in value:
-    raise ValueError(f'--{flag}={value} must be a local directory')
-  return Path(value)
 
 
 def positive_or_word(flag: str, value: str, words: Collection[str]) -> float | str:

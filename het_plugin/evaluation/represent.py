@@ -20,6 +20,7 @@ from het_plugin.runs import unfinished
 from het_plugin.runs.opening import GinSettings
 from het_plugin.runs.run import params_fingerprint
 from het_plugin.runs.unfinished import SplitFiles
+from het_plugin.training import run_files
 
 _PROGRAM = 'het_plugin.represent'
 _ARRAYS_LAYER = 'features'
@@ -132,8 +133,7 @@ def files_of(
 def _check_output(output_dir: str | None) -> None:
   if not output_dir:
     raise ValueError('--output_dir is needed: where the files are written')
-  if '://' in output_dir:
-    raise ValueError(f'--output_dir={output_dir} must be a local directory')
+  run_files.local_folder('output_dir', output_dir)
 
 
 def task_name(dataset: str) -> str:

@@ -27,7 +27,7 @@ import gin
 from het_plugin import reporting, runs, weights
 from het_plugin import rows as rows_lib
 from het_plugin.config import changes
-from het_plugin.config.flag_values import local_folder, parse_sweep
+from het_plugin.config.flag_values import parse_sweep
 from het_plugin.evaluation import evaluate, represent, select
 from het_plugin.evaluation.candidates import candidate_names, number_to_keep
 from het_plugin.experiments import trainings
@@ -35,7 +35,7 @@ from het_plugin.measures import knn
 from het_plugin.measures.ranking import best_first
 from het_plugin.rows import Rows
 from het_plugin.runs.opening import GinSettings
-from het_plugin.training import checkpoint_reader, optimizers
+from het_plugin.training import checkpoint_reader, optimizers, run_files
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def finetune(
     raise ValueError(f'--k={",".join(map(str, k))} must be one number, the k of the proxy')
   num_kept = number_to_keep(keep, names)
   settings = combinations(sweep)
-  folder = local_folder('output_dir', output_dir)
+  folder = run_files.local_folder('output_dir', output_dir)
   candidates = [_training(gin_settings, source) for source in checkpoint]
   _check_used(gin_settings[1], candidates, settings, folder)
   dataset = gin.query_parameter('%MIXTURE_OR_TASK_NAME')

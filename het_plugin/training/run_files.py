@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from etils import epath
@@ -19,6 +20,13 @@ TAIL_BYTES = 8 * 2**20
 def is_remote(path: epath.PathLike) -> bool:
   """Whether the path is in an object store such as gs://, where nothing can be appended."""
   return '://' in os.fspath(path)
+
+
+def local_folder(flag: str, value: str) -> Path:
+  """The folder of a flag; ValueError for one in an object store (gs://)."""
+  if is_remote(value):
+    raise ValueError(f'--{flag}={value} must be a local directory')
+  return Path(value)
 
 
 def write_text(path: epath.PathLike, text: str) -> None:
