@@ -76,8 +76,7 @@ def noise_tests(settings: evaluate.Settings) -> reporting.Report:
     *('predictions', 'ood_dataset', 'ood_split', 'save_predictions'),
     *('covariance_images', 'covariance_index', 'homoglyph_examples'),
   )
-  if given := [name for name in unused if F[name].present]:
-    raise ValueError(f'--{given[0]} has no effect on --noise_test')
+  command_line.check_unused(unused, '--noise_test')
   configs = [configuration(source, *command_line.gin_settings()) for source in F.checkpoint]
   for config in configs:
     noise_test.check_run(config.checkpoint, config.argument('model'))

@@ -47,8 +47,7 @@ def main(argv: Sequence[str]) -> None:
           'run. A file of predictions goes without --dataset.'
         )
       unused = 'batch_size', 'gin_file', 'gin_bindings'
-      if given := [name for name in unused if F[name].present]:
-        raise ValueError(f'--{given[0]} has no effect on a file of predictions')
+      command_line.check_unused(unused, 'a file of predictions')
       found = predict.most_probable(read(F.checkpoint, 'log_prob'), F.top)
     else:
       if not F.dataset:

@@ -83,8 +83,7 @@ def tested(train: str, chosen: probe.Settings) -> reporting.Report:
   """The report of --noise_test."""
   F = flags.FLAGS
   unused = 'test ood baseline C_noise tau hidden_layers validation num_samples mesh'.split()
-  if given := [name for name in unused if F[name].present]:
-    raise ValueError(f'--{given[0]} has no effect on --noise_test')
+  command_line.check_unused(unused, '--noise_test')
   for name in ('C', 'num_factors'):
     if len(F[name].value) > 1:
       raise ValueError(f'--{name}={",".join(F[name].value)}: --noise_test takes one value')
@@ -102,11 +101,11 @@ def main(argv: Sequence[str]) -> None:
     chosen, (train, *test) = settings(), [F.train, F.test]
     of_checkpoint = ['dataset', 'splits', 'layer', 'output_dir']
     command_line.check_rows_flags(['train', 'test'], of_checkpoint)
-    unused = [] if set(chosen.heads) - {'det'} else ['C_noise', 'num_factors', 'num_samples']
-    unused += ['folds'] if F.test else []
-    if given := [name for name in unused if F[name].present and not F.noise_test]:
-      other = '--test' if given[0] == 'folds' else '--heads=det, which has no noise'
-      raise ValueError(f'--{given[0]} has no effect on {other}')
+    if not F.noise_test and set(chosen.heads) <= {'det'}:
+      unused = 'C_noise', 'num_factors', 'num_samples'
+      command_line.check_unused(unused, '--heads=det, which has no noise')
+    if not F.noise_test and F.test:
+      command_line.check_unused(['folds'], '--test')
     if F.checkpoint:
       from het_plugin.evaluation import represent  # imports TensorFlow, which files do not need
 

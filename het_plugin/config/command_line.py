@@ -46,6 +46,12 @@ def gin_settings() -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
   return values.gin_file, values.gin_bindings, values.gin_search_paths
 
 
+def check_unused(names: Sequence[str], beside: str) -> None:
+  """Raises ValueError if one of the flags is given, which have no effect beside something else."""
+  if given := [name for name in names if flags.FLAGS[name].present]:
+    raise ValueError(f'--{given[0]} has no effect on {beside}')
+
+
 def check_rows_flags(of_files: Sequence[str], of_checkpoint: Sequence[str]) -> None:
   """Raises ValueError unless there is either --train, or --checkpoint and --dataset.
 
