@@ -1,5 +1,6 @@
 """The audit of rows that stay in a file."""
 
+import os
 import subprocess
 import sys
 
@@ -123,9 +124,11 @@ def test_the_memory_is_that_of_results_per_row(tmp_path):
     path = tmp_path / f'{num_rows}.safetensors'
     rows_lib.write(path, rows_lib.Rows({'features': x}, labels, np.arange(num_rows)))
     command = [sys.executable, '-c', PEAK, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # Arenas of other threads keep pages: up to 61 MiB.
+    environment = os.environ | {'MALLOC_ARENA_MAX': '1'}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     peaks.append(float(done.stdout.splitlines()[-1]))
-  assert peaks[1] - peaks[0] < 55, peaks  # where the allocator keeps pages, 44 was seen
+  assert peaks[1] - peaks[0] < 55, peaks  # 23 to 38 were seen
 
 
 def test_where_the_task_knows_the_truth_the_report_counts_wrong_labels(tmp_path):
