@@ -44,8 +44,10 @@ and the axes, in place of T. Many samples take one point each, and the principal
 the axes.
 """
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +68,7 @@ MAX_STEP = 2.0  # of the mean of q, in standard deviations of the noise
 SHARE = 0.4
 MAX_SHARES = 6.0  # of the precision, summed over the axes
 MAX_LAST_STEP = 1.0  # of a fit, as `MAX_STEP`
+MAX_LOOP_CLASSES = 2**12  # up to which the steps of a fit are a loop (`repeated`)
 HIGHEST = jax.lax.Precision.HIGHEST  # an axis that is not orthonormal is a bias
 # The normals over which a fit takes E_q, [16, MAX_AXES]: the first points of `sobol` for the key 0.
 # A program that computes them is larger by a tenth.
@@ -291,14 +294,19 @@ def fit(
     """Less what all classes share, which no softmax sees and which would cancel in float32."""
     return noise - jnp.sum(p_0 * noise, axis=-1, keepdims=True)
 
-  axes, noise, mean = zero[:, :0], to_logits(zero)[:, :0], zero[:, 0, :0]
-  for _ in range(min(count, num_normals)):
+  def add(i, state):
+    axes, noise, mean = state
     p = jax.nn.softmax(location + jnp.einsum('bm,bmk->bk', mean, noise))
     slope = pull((is_label - p)[:, None])[0][:, 0]  # of log softmax_y, [B, T]
-    axes = with_axis(axes, slope)
-    noise = jnp.concatenate([noise, centred(to_logits(axes[:, -1:]))], axis=1)
+    axis = next_axis(axes, slope, i)
+    axes = with_row(axes, axis, i)
+    noise = with_row(noise, centred(to_logits(axis[:, None]))[:, 0], i)
     along = jnp.einsum('bk,bmk->bm', p, noise)[:, None]
-    mean = newton_step(axes, slope, mean, second_moment(noise, p) - square(along))
+    return axes, noise, newton_step(axes, slope, mean, second_moment(noise, p) - square(along))
+
+  count = min(count, num_normals)
+  start = zero, jnp.zeros_like(location)[:, None], zero[:, 0, :1]
+  axes, noise, mean = grown(count, location.shape[-1], add, start)
 
   of_label = jnp.einsum('bk,bmk->bm', is_label, noise)
   rows = jnp.concatenate([noise, jnp.ones_like(noise[:, :1])], axis=1)
@@ -313,7 +321,46 @@ def fit(
     average = (e * rate[..., None]).mean(axis=1)
     return of_label - along.mean(axis=1), second_moment(noise, average) - square(along)
 
-  return fit_along(axes, mean, expectations)
+  return fit_along(axes, mean, expectations, location.shape[-1])
+
+
+def repeated(
+  count: int, num_classes: int, step: Callable[[int | jax.Array, Any], Any], state: Any
+) -> Any:
+  """`state` after `step(i, state)` for i = 0 to `count` - 1.
+
+  Up to `MAX_LOOP_CLASSES` the program has one step, in a loop, and a loss compiles in two thirds of
+  the time. Above, it has them all. The steps that add axes then work on the axes so far; in a loop,
+  on all of them, which costs nothing that can be measured where K is small.
+  """
+  if num_classes <= MAX_LOOP_CLASSES:
+    return jax.lax.fori_loop(0, count, step, state)
+  for i in range(count):
+    state = step(i, state)
+  return state
+
+
+def grown(
+  count: int,
+  num_classes: int,
+  add: Callable[[int | jax.Array, Any], Any],
+  zeros: Any,
+) -> Any:
+  """`repeated` for steps that add a row to each array of the state (`with_row`).
+
+  `zeros` are arrays [B, 1, ...] of one row of zeros. A loop starts from `count` of them.
+  """
+  rows = count if num_classes <= MAX_LOOP_CLASSES else 0
+  return repeated(
+    count, num_classes, add, jax.tree.map(lambda x: jnp.repeat(x, rows, axis=1), zeros)
+  )
+
+
+def with_row(rows: jax.Array, row: jax.Array, i: int | jax.Array) -> jax.Array:
+  """Rows [B, m, n] with a row [B, n] as number i: in its place in a loop, else appended."""
+  if isinstance(i, int):
+    return jnp.concatenate([rows, row[:, None]], axis=1)
+  return jnp.where((jnp.arange(rows.shape[1]) == i)[:, None], row[:, None], rows)
 
 
 def second_moment(rows: jax.Array, weights: jax.Array) -> jax.Array:
@@ -332,26 +379,33 @@ def square(along: jax.Array) -> jax.Array:
   return jnp.einsum('bsm,bsn->bmn', along, along, precision=HIGHEST) / along.shape[1]
 
 
-def with_axis(axes: jax.Array, slope: jax.Array) -> jax.Array:
-  """Orthonormal axes [B, m, T] with one more: slope [B, T] less its part in their span."""
-  count, num_normals = axes.shape[1:]
+def next_axis(axes: jax.Array, slope: jax.Array, i: int | jax.Array) -> jax.Array:
+  """The direction [B, T] of slope [B, T] less its part in the span of orthonormal axes [B, m, T],
+  i of which are not 0.
+  """
   # Where nothing is left of the slope but rounding, a constant sets the axis (see `rotation_to`).
-  other = np.random.RandomState(count).normal(size=num_normals).astype(np.float32)
-  other = jnp.asarray(other / np.linalg.norm(other), slope.dtype)
+  other = jnp.asarray(_other_axes(axes.shape[-1]), slope.dtype)[i]
 
   size = jnp.linalg.norm(slope, axis=-1, keepdims=True)
   rest = slope / jnp.where(size > 0, size, 1.0) + SMALL_AXIS * other
   for _ in range(2):  # once leaves rounding of the parts that cancel
     along = jnp.einsum('bmt,bt->bm', axes, rest, precision=HIGHEST)
     rest = rest - jnp.einsum('bm,bmt->bt', along, axes, precision=HIGHEST)
-  axis = rest / jnp.linalg.norm(rest, axis=-1, keepdims=True)
-  return jnp.concatenate([axes, axis[:, None]], axis=1)
+  return rest / jnp.linalg.norm(rest, axis=-1, keepdims=True)
+
+
+@functools.lru_cache(maxsize=16)
+def _other_axes(num_normals: int) -> np.ndarray:
+  """float32 [MAX_AXES, T], rows of length 1."""
+  normals = [np.random.RandomState(i).normal(size=num_normals) for i in range(MAX_AXES)]
+  normals = np.array(normals, np.float32)
+  return normals / np.linalg.norm(normals, axis=-1, keepdims=True)
 
 
 def newton_step(
   axes: jax.Array, slope: jax.Array, mean: jax.Array, curvature: jax.Array
 ) -> jax.Array:
-  """The next mode along axes [B, m, T], from the mode [B, m - 1] along those before the last one.
+  """The next mode along axes [B, m, T], from the mode [B, m] or [B, m - 1] along those before.
 
   Args:
     axes: the axes.
@@ -359,7 +413,7 @@ def newton_step(
     mean: the mode.
     curvature: minus the Hessian of log softmax_y along the axes, [B, m, m].
   """
-  mean = jnp.pad(mean, ((0, 0), (0, 1)))
+  mean = jnp.pad(mean, ((0, 0), (0, axes.shape[1] - mean.shape[1])))
   return mean + clipped(root_of(curvature).solve(jnp.einsum('bmt,bt->bm', axes, slope) - mean))
 
 
@@ -416,23 +470,28 @@ def fit_along(
   axes: jax.Array,
   mean: jax.Array,
   expectations: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+  num_classes: int,
 ) -> Fit:
-  """The fit in the span of axes [B, m, T], from the mode along them [B, m] and the expectations
-  that `fit` defines.
+  """The fit in the span of axes [B, m, T], from the mode along them [B, m], the expectations that
+  `fit` defines, and K.
   """
   points = jnp.asarray(FIT_POINTS[None, :, : axes.shape[1]], mean.dtype)
 
   def shares(curvature):
     return SHARE * jnp.trace(curvature, axis1=1, axis2=2)
 
-  curvature = expectations(mean[:, None])[1]
-  root, largest = root_of(curvature), shares(curvature)
-  for _ in range(NUM_FIT_STEPS):  # no loop of the program, where devices would wait for each other
+  def move(_, state):
+    mean, root, largest, _, _ = state
     slope, curvature = expectations(from_q(mean, root, points))
     # Of all steps, because far out the softmax may be flat.
     root, largest = root_of(curvature), jnp.maximum(largest, shares(curvature))
     step = clipped(root.solve(slope - mean))
-    mean = mean + step
+    return mean + step, root, largest, step, curvature
+
+  curvature = expectations(mean[:, None])[1]
+  start = mean, root_of(curvature), shares(curvature), jnp.zeros_like(mean), curvature
+  # No loop until it settles, in which devices would wait for each other.
+  mean, _, largest, step, curvature = repeated(NUM_FIT_STEPS, num_classes, move, start)
   # Also where they are not finite, and where the mean does not settle: there the softmax is a step.
   is_good = (largest <= MAX_SHARES) & (jnp.linalg.norm(step, axis=-1) <= MAX_LAST_STEP)
   is_mixed = 1 - is_good.astype(mean.dtype)

@@ -40,16 +40,23 @@ def fit(tiling: Tiling, source: Source, noise: LowRank, label: jax.Array, count:
     at_label = _column(tiling, source, label)
     zero = jnp.zeros_like(source.x, shape=(source.x.shape[0], 1, noise.num_normals))
     _, pull = jax.vjp(noise.noise, zero)
-    start = _point(tiling, source, noise, zero[:, 0])
-    axes, mean = zero[:, :0], zero[:, 0, :0]
-    for j in range(min(count, noise.num_normals)):
+    location = _point(tiling, source, noise, zero[:, 0])
+
+    def add(i, state):
+      axes, mean = state
       z = jnp.einsum('bm,bmt->bt', mean, axes)
-      point = _point(tiling, source, noise, z) if j else start
+      is_location = isinstance(i, int) and i == 0
+      point = location if is_location else _point(tiling, source, noise, z)
       slope = pull(at_label[:, None] - point.mean)[0][:, 0]  # [B, T]
-      axes = draws_lib.with_axis(axes, slope)
+      axes = draws_lib.with_row(axes, draws_lib.next_axis(axes, slope, i), i)
       curvature = point.covariance_of(noise.noise(axes))
-      mean = draws_lib.newton_step(axes, slope, mean, curvature)
-    return draws_lib.fit_along(axes, mean, _expectations(start, at_label, noise.noise(axes)))
+      return axes, draws_lib.newton_step(axes, slope, mean, curvature)
+
+    num_classes = source.kernel.shape[-1]
+    start = zero, zero[:, 0, :1]
+    axes, mean = draws_lib.grown(min(count, noise.num_normals), num_classes, add, start)
+    expectations = _expectations(location, at_label, noise.noise(axes))
+    return draws_lib.fit_along(axes, mean, expectations, num_classes)
 
   source, noise = jax.lax.stop_gradient((source, noise))
   inputs = *_letters(source, noise), dims('b')

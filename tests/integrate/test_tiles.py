@@ -16,6 +16,7 @@ from het_plugin.integrate import (
   GaussianLogits,
   Integrator,
   LowRank,
+  draws,
   example_keys,
   shared_key,
   top_class,
@@ -120,6 +121,16 @@ def test_settings_change_no_result(settings):
   tiled = Integrator(**{'num_samples': 33, 'class_tile': TILE} | settings)
   whole = dataclasses.replace(tiled, class_tile=None)
   expected = value_and_gradient(whole, head, params, phi, LABELS)
+  assert_close(value_and_gradient(tiled, head, params, phi, LABELS), expected, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('tile', [None, TILE])
+def test_the_steps_of_a_fit_one_after_the_other_are_those_of_its_loop(tile, monkeypatch):
+  head, params, phi = problem('het_xl', 'softmax')
+  tiled = Integrator(4, class_tile=tile)
+  expected = value_and_gradient(tiled, head, params, phi, LABELS)
+  monkeypatch.setattr(draws, 'MAX_LOOP_CLASSES', 0)
   assert_close(value_and_gradient(tiled, head, params, phi, LABELS), expected, 1e-4)
 
 
