@@ -175,7 +175,7 @@ class Configuration:
       init = functools.partial(initial_variables, model, lengths, channels)
       specs, target = _placement(model, partitioner, init)
       try:
-        params = warm_start.restore_params(restore, target, self._arrays)
+        params = warm_start.restore_params(restore, target, self._arrays, model)
         break
       except ValueError as error:
         errors.append(error)

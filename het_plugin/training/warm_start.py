@@ -31,8 +31,8 @@ def restore_params(
 
   The target is the model's parameters as shapes with shardings. The result is {'head/kernel':
   array, ...} on these, without parameters that are to be initialised. `arrays` is the
-  content of a published file, if it has been read already. The head of a published file must have
-  the classes of the `model`, if it is given.
+  content of a published file, if it has been read already. It must have the attention heads, and a
+  head the classes, of the `model`, if it is given.
   """
   flat = traverse_util.flatten_dict(target, sep='/')
   if weights.is_weights_file(cfg.path):
@@ -103,7 +103,10 @@ def _read_published(
     shapes = {name: x.shape for name, x in flat.items()}
     config = weights.read_config(cfg.path)
     num_classes = getattr(getattr(model, 'head', None), 'num_classes', None)
-    read, report = weights.load_params(arrays, shapes, cfg.head, cfg.skip, config, num_classes)
+    num_heads = getattr(getattr(model, 'backbone', None), 'num_heads', None)
+    read, report = weights.load_params(
+      arrays, shapes, cfg.head, cfg.skip, config, num_classes, num_heads
+    )
   except ValueError as error:
     raise ValueError(f'{setting}{cfg.path}: {error}') from error
   report.log(cfg.path)

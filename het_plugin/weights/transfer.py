@@ -56,6 +56,7 @@ def load_params(
   skip: Sequence[str] = (),
   config: Mapping[str, Any] | None = None,
   num_classes: int | None = None,
+  num_heads: int | None = None,
 ) -> tuple[dict[str, np.ndarray], Report]:
   """Our parameters from the arrays of a file.
 
@@ -72,6 +73,7 @@ def load_params(
     config: settings of a tower of timm, transformers or open_clip, from `towers.read_config`.
     num_classes: K, which must be the number of the file's classes; a file in our names may have
       padded ones. None takes any that fit the padded K.
+    num_heads: attention heads of the model's ViT, which must be those of a file whose arrays tell.
 
   Returns:
     {our name: float32 array} without the parameters to initialise, and the report.
@@ -114,6 +116,8 @@ def load_params(
       try:
         if ours in _W_AND_B and num_classes is not None:
           _check_classes(source[theirs].shape[-1], num_classes, is_padded)
+        if num_heads is not None and ours.endswith('attention/query/kernel'):
+          _check_heads(source[theirs].shape, num_heads)
         read[ours], note = _fit(ours, source[theirs], shape, is_head)
         loaded.append((ours, theirs, note))
       except ValueError as error:
@@ -216,6 +220,12 @@ def restacked(
 def _check_classes(theirs, num_classes, is_padded):
   if theirs < num_classes or (theirs > num_classes and not is_padded):
     raise ValueError('the numbers of classes differ')
+
+
+def _check_heads(shape, num_heads):
+  """Of a query kernel [D, H, D / H]; as [D, D] it does not tell H."""
+  if len(shape) == 3 and shape[1] != num_heads:
+    raise ValueError(f'the model has num_heads={num_heads}; set it to the {shape[1]} of the file')
 
 
 def _fit(ours, x, shape, is_head):

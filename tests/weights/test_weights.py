@@ -230,6 +230,16 @@ def test_what_does_not_fit_is_listed(change, words):
     load(arrays, our_vit())
 
 
+def test_attention_heads_are_those_of_the_file():
+  """The shapes of the model are the same for every number of them."""
+  stacked = theirs.big_vision(theirs.vit(), stacked=True)
+  for arrays, scan in ((theirs.vit(), False), (stacked, True)):
+    backbone = our_vit(scan_layers=scan).clone(num_heads=2 * theirs.HEADS)
+    with pytest.raises(ValueError, match=f'num_heads={2 * theirs.HEADS}; .* {theirs.HEADS} of the'):
+      load(arrays, backbone, num_heads=backbone.num_heads)
+    load(arrays, backbone.clone(num_heads=theirs.HEADS), num_heads=theirs.HEADS)
+
+
 def test_a_file_in_our_names_may_have_padded_classes():
   shapes = {'head/kernel': (4, 128), 'head/bias': (128,)}
 
