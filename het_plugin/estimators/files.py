@@ -289,11 +289,14 @@ def from_head(
     classes: [K] names; None numbers them.
 
   Raises:
-    ValueError: the head has settings that no estimator has.
+    ValueError: the head has settings that no estimator has, or classes are not K.
   """
   kind = next((name for name, cls in linen_heads.HEADS.items() if type(head) is cls), None)
   if kind is None or getattr(head, 'get_logits', None) is not None:
     raise ValueError(f'{type(head).__name__} is not a head of an estimator')
+  classes = np.arange(head.num_classes) if classes is None else np.asarray(classes)
+  if classes.shape != (head.num_classes,):
+    raise ValueError(f'classes has shape {classes.shape}; the head has {head.num_classes} classes')
   params = jax.tree.map(np.asarray, params)
   fields = {name: getattr(head, name) for name in CLASSIFIERS[kind]._noise}
   temperature = head.own_temperature
@@ -325,7 +328,7 @@ def from_head(
     params = {**params, 'covariance': covariance}
   estimator.params_ = {'head': params}
   estimator.mean_ = np.zeros(width, np.float32)
-  estimator.classes_ = np.arange(head.num_classes) if classes is None else np.asarray(classes)
+  estimator.classes_ = classes
   estimator.target_ = 'indicator' if head.link == 'sigmoid' else 'classes'
   estimator.calibration_, estimator.n_iter_ = None, 0
   vars(estimator).update(n_features_in_=width, C_noise_=None)

@@ -144,7 +144,9 @@ def encode(
     raise ValueError(f'row {int(np.argmax(missing.all(axis=1)))} of y has no vote: leave it out')
   if classes is None:
     classes = np.unique(values[~missing])
-  number = np.minimum(np.searchsorted(classes, values[~missing]), len(classes) - 1)
+  order = np.argsort(classes)  # those of a run need not be sorted
+  place = np.searchsorted(classes, values[~missing], sorter=order)
+  number = order[np.minimum(place, len(classes) - 1)]
   unseen = classes[number] != values[~missing]
   if unseen.any():
     raise ValueError(

@@ -212,6 +212,16 @@ def test_a_head_of_a_run_is_saved_with_its_settings(head, tmp_path):
   assert loaded.temperature_ == opened.temperature_
 
 
+def test_classes_of_a_run_are_in_its_order_and_as_many():
+  head, x = heads.Det(3), np.eye(3, dtype=np.float32)
+  params = head.init(jax.random.key(0), x)['params'] | {'kernel': 5 * np.eye(3, 128)}
+  opened = estimators.from_head(head, params, classes=['dog', 'ant', 'cat'])
+  np.testing.assert_array_less(opened.nll(x, ['dog', 'ant', 'cat']), 0.1)
+  for wrong in (['dog'], 4 * ['dog']):
+    with pytest.raises(ValueError, match='the head has 3 classes'):
+      estimators.from_head(head, params, classes=wrong)
+
+
 @pytest.mark.slow
 def test_a_head_of_a_run_is_an_estimator_and_the_way_back(data):
   x, y = data
