@@ -27,6 +27,7 @@ _FITTED = (
   *('target_', 'C_noise_', 'n_iter_', 'objective_', 'gradient_', 'gap_'),
   'n_features_in_',
 )
+_GRIDS = 'noise_nll_', 'tau_grid_nll_'  # {number: NLL} or None
 
 
 def save(estimator: HeadClassifier, path: str) -> None:
@@ -63,13 +64,15 @@ def save(estimator: HeadClassifier, path: str) -> None:
   settings = estimator.get_params()
   if isinstance(settings['class_weight'], dict):  # JSON has no keys that are numbers
     settings['class_weight'] = [[k, float(v)] for k, v in settings['class_weight'].items()]
+  fitted = {name: getattr(estimator, name) for name in (*_FITTED, *_GRIDS)}
+  fitted |= {name: [*fitted[name].items()] for name in _GRIDS if fitted[name] is not None}
   description = {
     'head': estimator._head,
     'settings': settings,
     'model': dataclasses.asdict(estimator.model_),
     'classes': estimator.classes_.tolist(),
     'classes_dtype': estimator.classes_.dtype.str,
-    'fitted': {name: getattr(estimator, name) for name in _FITTED},
+    'fitted': fitted,
   }
   # Settings may be numbers of NumPy; of a RandomState nothing is left that is worth keeping.
   text = json.dumps(description, default=lambda x: getattr(x, 'tolist', lambda: None)())
@@ -125,6 +128,9 @@ def _estimator(description: dict[str, Any], arrays: dict[str, np.ndarray]) -> He
   estimator = CLASSIFIERS[description['head']](**settings)
   for name in _FITTED:
     setattr(estimator, name, description['fitted'].get(name))
+  for name in _GRIDS:
+    grid = description['fitted'].get(name)
+    setattr(estimator, name, None if grid is None else dict(grid))
   dtype = np.dtype(description['classes_dtype'])
   if dtype.itemsize * len(description['classes']) > _MAX_NAME_BYTES:
     raise ValueError(f'names of classes of the type {dtype} take more than {_MAX_NAME_BYTES} bytes')
@@ -333,4 +339,5 @@ def from_head(
   estimator.calibration_, estimator.n_iter_ = None, 0
   vars(estimator).update(n_features_in_=width, C_noise_=None)
   vars(estimator).update(objective_=None, gradient_=None, gap_=None)
+  vars(estimator).update(dict.fromkeys(_GRIDS))
   return estimator

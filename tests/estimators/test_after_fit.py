@@ -113,12 +113,14 @@ def test_files_give_the_same_predictions(data, het, tmp_path):
     het.calibrate(x[500:700], y[500:700], 'scaling')
   np.testing.assert_array_equal(het.predict_proba(x), calibrated)  # the first one is kept
   het.set_params(num_factors=np.int64(2))  # as GridSearchCV over np.arange does
+  het.noise_nll_ = {0.0: 0.7, np.float64(0.03): np.float32(0.5)}  # as C_noise='auto' gives
   estimators.save(het, path)
   loaded = estimators.load(path)
   np.testing.assert_array_equal(loaded.predict_proba(x), het.predict_proba(x))
   np.testing.assert_array_equal(loaded.predict_set(x, 0.2), het.predict_set(x, 0.2))
   assert loaded.get_params() == het.get_params() and list(loaded.classes_) == list('abcd')
-  het.calibration_ = None
+  assert (loaded.noise_nll_, loaded.tau_grid_nll_) == (het.noise_nll_, None)
+  het.calibration_ = het.noise_nll_ = None
   (tmp_path / 'bad.safetensors').write_bytes(b'no such file')
   with pytest.raises(ValueError, match='holds no estimator'):
     estimators.load(str(tmp_path / 'bad.safetensors'))
