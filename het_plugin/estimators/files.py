@@ -72,6 +72,7 @@ def save(estimator: HeadClassifier, path: str) -> None:
     'model': dataclasses.asdict(estimator.model_),
     'classes': estimator.classes_.tolist(),
     'classes_dtype': estimator.classes_.dtype.str,
+    'feature_names': getattr(estimator, 'feature_names_in_', None),
     'fitted': fitted,
   }
   # Settings may be numbers of NumPy; of a RandomState nothing is left that is worth keeping.
@@ -131,6 +132,8 @@ def _estimator(description: dict[str, Any], arrays: dict[str, np.ndarray]) -> He
   for name in _GRIDS:
     grid = description['fitted'].get(name)
     setattr(estimator, name, None if grid is None else dict(grid))
+  if (names := description.get('feature_names')) is not None:
+    estimator.feature_names_in_ = np.array(names, object)
   dtype = np.dtype(description['classes_dtype'])
   if dtype.itemsize * len(description['classes']) > _MAX_NAME_BYTES:
     raise ValueError(f'names of classes of the type {dtype} take more than {_MAX_NAME_BYTES} bytes')

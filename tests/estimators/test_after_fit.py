@@ -126,6 +126,17 @@ def test_files_give_the_same_predictions(data, het, tmp_path):
     estimators.load(str(tmp_path / 'bad.safetensors'))
 
 
+def test_a_file_keeps_the_names_of_features(data, tmp_path):
+  x, path = data[0][:9], str(tmp_path / 'det.safetensors')
+  head = heads.Det(4)
+  opened = estimators.from_head(head, head.init(jax.random.key(0), x)['params'])
+  estimators.save(opened, path)
+  assert not hasattr(estimators.load(path), 'feature_names_in_')
+  opened.feature_names_in_ = np.array([*'abcde'], object)  # as of a fit to a data frame
+  estimators.save(opened, path)
+  assert estimators.load(path).feature_names_in_.tolist() == [*'abcde']
+
+
 @pytest.mark.slow
 def test_damage_of_a_file_is_noticed_or_harmless(data, tmp_path):
   """One flipped bit, at places all over the file: most of a small file is its header."""
