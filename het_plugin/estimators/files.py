@@ -52,6 +52,7 @@ def save(estimator: HeadClassifier, path: str) -> None:
 
   Raises:
     sklearn.exceptions.NotFittedError: the estimator has not been fitted.
+    ValueError: its classes are neither numbers nor strings.
     OSError: the file cannot be written; an old one is then still there.
   """
   check_is_fitted(estimator)
@@ -64,19 +65,22 @@ def save(estimator: HeadClassifier, path: str) -> None:
   settings = estimator.get_params()
   if isinstance(settings['class_weight'], dict):  # JSON has no keys that are numbers
     settings['class_weight'] = [[k, float(v)] for k, v in settings['class_weight'].items()]
+  names, dtype = estimator.classes_.tolist(), estimator.classes_.dtype
   fitted = {name: getattr(estimator, name) for name in (*_FITTED, *_GRIDS)}
   fitted |= {name: [*fitted[name].items()] for name in _GRIDS if fitted[name] is not None}
   description = {
     'head': estimator._head,
     'settings': settings,
     'model': dataclasses.asdict(estimator.model_),
-    'classes': estimator.classes_.tolist(),
-    'classes_dtype': estimator.classes_.dtype.str,
+    'classes': names,
+    'classes_dtype': dtype.str if dtype.kind != 'T' else '|O',  # a StringDType has no such text
     'feature_names': getattr(estimator, 'feature_names_in_', None),
     'fitted': fitted,
   }
   # Settings may be numbers of NumPy; of a RandomState nothing is left that is worth keeping.
   text = json.dumps(description, default=lambda x: getattr(x, 'tolist', lambda: None)())
+  if json.loads(text)['classes'] != names:
+    raise ValueError(f'classes_ of the type {dtype} cannot be written: fit to numbers or strings')
   # A copy in C order, because safetensors writes the memory of an array as it is.
   arrays = {name: np.array(x, order='C') for name, x in arrays.items()}
   metadata = {_METADATA: text, _CHECKSUM: _checksum(text, arrays)}

@@ -126,7 +126,7 @@ def test_files_give_the_same_predictions(data, het, tmp_path):
     estimators.load(str(tmp_path / 'bad.safetensors'))
 
 
-def test_a_file_keeps_the_names_of_features(data, tmp_path):
+def test_a_file_keeps_the_names_of_features_and_classes(data, tmp_path):
   x, path = data[0][:9], str(tmp_path / 'det.safetensors')
   head = heads.Det(4)
   opened = estimators.from_head(head, head.init(jax.random.key(0), x)['params'])
@@ -135,6 +135,13 @@ def test_a_file_keeps_the_names_of_features(data, tmp_path):
   opened.feature_names_in_ = np.array([*'abcde'], object)  # as of a fit to a data frame
   estimators.save(opened, path)
   assert estimators.load(path).feature_names_in_.tolist() == [*'abcde']
+  opened.classes_ = np.array([*'abcd'], np.dtypes.StringDType())
+  estimators.save(opened, path)
+  for dtype in ('M8[Y]', 'S1'):
+    opened.classes_ = np.arange(4).astype(dtype)
+    with pytest.raises(ValueError, match='fit to numbers or strings'):
+      estimators.save(opened, path)
+  assert list(estimators.load(path).classes_) == [*'abcd']
 
 
 @pytest.mark.slow
