@@ -263,7 +263,7 @@ def test_experts_that_route_groups_in_training_serve_any_batch(images, tmp_path)
 def test_a_program_replaces_a_program_as_a_whole(rows, tmp_path, monkeypatch):
   _, x, y = rows
   det, folder = estimators.DetClassifier(max_iter=5, tol=1.0).fit(x, y), tmp_path / 'det'
-  estimators.export(det, str(folder), 'onnx')
+  estimators.export(det, folder, 'onnx')
   (tmp_path / '.old.det' / 'left').mkdir(parents=True)  # by an export that was killed
   link = tmp_path / 'link'
   link.symlink_to(folder)

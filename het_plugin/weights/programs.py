@@ -86,7 +86,7 @@ def check(folder: str, kind: str) -> None:
   packages, source = NEEDED[kind]
   if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
     raise ValueError(f'format={kind} needs {" and ".join(missing)}: pip install {source}')
-  if '://' in folder:
+  if '://' in str(folder):
     raise ValueError(f'output={folder} must be a local folder: a program is moved into its place')
   path = Path(folder)
   if path.name in ('', '..'):
