@@ -11,7 +11,7 @@ from PIL import Image
 
 from het_plugin import data, evaluate, predict, runs
 from het_plugin import rows as rows_lib
-from het_plugin.evaluation.predict import Images
+from het_plugin.evaluation.predict import Images, write_csv
 from het_plugin.evaluation.predict import predict as predict_images
 
 
@@ -71,6 +71,16 @@ def test_an_array_keeps_its_bytes(tmp_path):
   assert read.dtype == np.uint8  # not four times as much memory
   np.testing.assert_array_equal(read[..., 0], image[[2, 0]])
   assert (labels == -1).all()
+
+
+def test_a_table_is_replaced_as_a_whole(tmp_path):
+  path = tmp_path / 'new' / 'out.csv'
+  row = {'image': 'a.png', 'entropy': 0.5, 'top': [{'name': 'cat', 'probability': 0.8}]}
+  write_csv([row], str(path))
+  whole = path.read_bytes()
+  with pytest.raises(KeyError):
+    write_csv([row, {}], str(path))
+  assert path.read_bytes() == whole and [*path.parent.iterdir()] == [path]
 
 
 @pytest.mark.slow

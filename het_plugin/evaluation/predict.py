@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from het_plugin import data, reporting
+from het_plugin import data, reporting, weights
 from het_plugin.data.array_source import channels_first
 from het_plugin.data.image_folder import SUFFIXES, image_files, read_bytes, typical_side
 from het_plugin.measures import uncertainty
@@ -172,8 +172,10 @@ def most_probable(
 
 def write_csv(rows: Sequence[Mapping[str, Any]], path: str) -> None:
   """A line per image: image, entropy, then name and probability of each class."""
-  Path(path).parent.mkdir(parents=True, exist_ok=True)
-  with open(path, 'w', newline='', encoding='utf-8') as file:
+  with (
+    weights.replacing(path) as unfinished,
+    open(unfinished, 'w', newline='', encoding='utf-8') as file,
+  ):
     writer = csv.writer(file)
     ranks = range(1, len(rows[0]['top']) + 1)
     titles = (f'{what}_{rank}' for rank in ranks for what in ('class', 'probability'))
