@@ -502,7 +502,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
   def _location(self):
     check_is_fitted(self)
-    if self.hidden_layers:
+    if self.model_.hidden_layers:
       raise AttributeError('coef_ and intercept_ exist without hidden layers only')
     head, num_classes = self.params_['head'], len(self.classes_)
     kernel = head['kernel'].T[:num_classes] / self.temperature_

@@ -207,9 +207,9 @@ def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) ->
   if backbone is None:
     weights.write_arrays(path, arrays)
     return
-  if estimator.hidden_layers:
+  if estimator.model_.hidden_layers:
     raise ValueError(
-      f'hidden_layers={tuple(estimator.hidden_layers)} cannot be written to a run, which has no '
+      f'hidden_layers={estimator.model_.hidden_layers} cannot be written to a run, which has no '
       'layers between backbone and head: fit without them'
     )
   if not isinstance(backbone, dict):

@@ -232,6 +232,16 @@ def test_a_head_of_a_run_is_saved_with_its_settings(head, tmp_path):
   assert loaded.temperature_ == opened.temperature_
 
 
+def test_widths_of_hidden_layers_may_be_an_array(tmp_path):
+  head, x = heads.Det(3), np.ones((1, 5), np.float32)
+  opened = estimators.from_head(head, head.init(jax.random.key(0), x)['params'])
+  opened.hidden_layers = np.array([4, 5])
+  opened.model_ = dataclasses.replace(opened.model_, hidden_layers=(4, 5))
+  assert not hasattr(opened, 'coef_')
+  with pytest.raises(ValueError, match=r'hidden_layers=\(4, 5\) cannot be written to a run'):
+    estimators.to_checkpoint(opened, str(tmp_path / 'x.npz'), {'backbone/x': x})
+
+
 def test_classes_of_a_run_are_in_its_order_and_as_many():
   head, x = heads.Det(3), np.eye(3, dtype=np.float32)
   params = head.init(jax.random.key(0), x)['params'] | {'kernel': 5 * np.eye(3, 128)}
