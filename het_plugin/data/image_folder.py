@@ -221,7 +221,7 @@ def table_records(
   delimiter = '\t' if file.suffix == '.tsv' else ','
   try:
     with file.open(encoding='utf-8-sig', newline='') as lines:
-      table = csv.DictReader(lines, delimiter=delimiter)
+      table = csv.DictReader(lines, delimiter=delimiter, strict=True)
       missing = [name for name in needed if name not in (table.fieldnames or ())]
       if missing:
         raise ValueError(
@@ -237,7 +237,10 @@ def table_records(
   except UnicodeDecodeError as error:
     raise ValueError(f'{file} is not valid UTF-8: {error}.') from error
   except csv.Error as error:
-    raise ValueError(f'{file} is not a valid table: {error}.') from error
+    raise ValueError(
+      f'{file}, line {table.reader.line_num} is not valid: {error}. A text that begins with a '
+      'quotation mark must be quoted, with its own marks written twice.'
+    ) from error
 
 
 def _folders(root: pathlib.Path) -> list[pathlib.Path]:

@@ -127,6 +127,7 @@ BAD_FILES = {
   '{"file": "a", "caption": "c", "split": "y"}',
   r"captions.csv .*\['caption'\]; .*\['file', 'text'\]": ('file,text\na,b\n'),
   "captions.csv, line 3 .*','": ('file,caption\na,b\nc,d, e\n'),
+  'captions.csv, line 4 is not valid: .* quoted': 'file,caption\na,"b\nc,d\ne,"f"\n',  # not 2 texts
 }
 
 
