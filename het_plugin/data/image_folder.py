@@ -181,6 +181,11 @@ def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[di
     except (TypeError, ValueError) as error:
       raise ValueError(f'{where}: a weight is not a number.') from error
     votes = found.setdefault(str(record['file']), [])
+    if votes and vote.get('weight') != votes[0].get('weight'):
+      raise ValueError(
+        f'{where}: weight is {record["weight"]}; {record["file"]} had {votes[0]["weight"]:g} '
+        'before, and an image has one weight.'
+      )
     if 'annotator' in record:
       vote['annotator'] = who = record['annotator']
       if not (who or '').strip():
