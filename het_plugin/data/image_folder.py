@@ -49,28 +49,28 @@ class ImageFolderSource:
       files = {folder.name: _class_files(folder) for folder in folders}
     else:
       files = _split_by_class(_class_files(root))
-    names = tuple(files['train'])
+    numbers = {name: k for k, name in enumerate(files['train'])}
     self._files: dict[str, list[pathlib.Path]] = {}
     self._labels: dict[str, np.ndarray] = {}
     for split, by_class in files.items():
-      unknown = sorted(set(by_class) - set(names))
+      unknown = sorted(by_class.keys() - numbers)
       if unknown:
         raise ValueError(f'{root / split} has classes that {root / "train"} lacks: {unknown[:5]}.')
       self._files[split] = [file for several in by_class.values() for file in several]
       counts = [len(several) for several in by_class.values()]
-      labels = np.repeat([names.index(name) for name in by_class], counts)
+      labels = np.repeat([numbers[name] for name in by_class], counts)
       self._labels[split] = labels.astype(np.int32)[:, None]
-    fields, annotators = self._read_table(root / 'labels.csv', names)
-    checksum = _checksum(names)
+    fields, annotators = self._read_table(root / 'labels.csv', numbers)
+    checksum = _checksum(numbers)
     for split, paths in self._files.items():
       checksum = _checksum((split, *(path.name for path in paths)), checksum)
       checksum = zlib.crc32(self._labels[split].tobytes(), checksum)
     max_labels = max((x['label'] if fields else x).shape[1] for x in self._labels.values())
     self.info = TaskInfo(
-      num_classes=len(names),
+      num_classes=len(numbers),
       multi_label=False,
       channels=3,
-      class_names=names,
+      class_names=tuple(numbers),
       splits={split: len(paths) for split, paths in self._files.items()},
       max_labels=max_labels,
       label_fields=fields,
@@ -89,15 +89,16 @@ class ImageFolderSource:
     return list(map(read_bytes, files)), self._labels[split][ids]
 
   def _read_table(
-    self, table: pathlib.Path, names: tuple[str, ...]
+    self, table: pathlib.Path, numbers: Mapping[str, int]
   ) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
     """Takes the labels of a table, if there is one: the additional fields, and the annotators."""
     if not table.is_file():
       return (), None
-    votes = _votes(table, {name: i for i, name in enumerate(names)})
+    votes = _votes(table, numbers)
     every = [vote for several in votes.values() for vote in several]  # with the same columns
     fields = 'label_weight', *(x for x in ('weight', 'annotator') if x in every[0])
     people = sorted({vote['annotator'] for vote in every if 'annotator' in fields})
+    number_of = {who: i for i, who in enumerate(people)}
     width = max(map(len, votes.values()))
     for split, files in self._files.items():
       label = np.full((len(files), width), -1, np.int32)
@@ -110,7 +111,7 @@ class ImageFolderSource:
           label[i, j] = vote['label']
           label_weight[i, j] = vote.get('label_weight', 1 / len(several))
           weight[i] = vote.get('weight', 1)
-          annotator[i, j] = people.index(vote['annotator']) if people else -1
+          annotator[i, j] = number_of.get(vote.get('annotator'), -1)
       check_weights(f'{table}, split {split}', label_weight, weight, label >= 0)
       given = {'label_weight': label_weight, 'weight': weight, 'annotator': annotator}
       self._labels[split] = with_fields(label, **{name: given[name] for name in fields})
