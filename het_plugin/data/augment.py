@@ -140,7 +140,8 @@ def resolve(augmentations: Sequence) -> tuple[tuple[preprocess.Preprocessor, ...
   """The preprocessors in a list of names and objects, and the mixture that comes last, if any."""
   made = []
   for given in augmentations:
-    if isinstance(given, str) and given not in NAMES or isinstance(augmentations, str):
+    is_known = given in NAMES if isinstance(given, str) else not isinstance(given, type)
+    if not is_known or isinstance(augmentations, str):
       raise ValueError(
         f'augmentations is {augmentations!r}; it must be a list of {sorted(NAMES)} or of '
         'augmentations such as @RandAugment().'

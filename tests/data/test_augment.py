@@ -85,6 +85,7 @@ def test_wrong_augmentations(npz):
     ('mixup', 'cutmix'): r"\('mixup', 'cutmix'\)",
     ('blur',): r"\('blur',\); .*'pad_crop'",
     'flip': "augmentations is 'flip'; ",
+    ('flip', augment.Mixup): r'such as @RandAugment\(\)',  # without parentheses, the class
   }.items():
     with pytest.raises(ValueError, match=message):
       get_dataset(config(npz, augmentations=wrong))
