@@ -95,6 +95,12 @@ def get_dataset_with_held_out(
   spec, other = (one.element_spec for one in both)
   if spec.keys() != other.keys():
     raise ValueError('HeldOutDatasetConfig.train mixes images; held-out examples cannot be mixed.')
+  for name, x in spec.items():
+    if x.shape[1:] != other[name].shape[1:]:
+      raise ValueError(
+        f'HeldOutDatasetConfig.held_out has {name} {list(other[name].shape[1:])} and train '
+        f'{list(x.shape[1:])}; both must be the same.'
+      )
   corrupt = reader.CorruptRecords(
     sum(one.corrupt.num_records for one in both),
     cfg.train.max_corrupt_fraction,

@@ -8,8 +8,8 @@ from het_plugin import data
 
 def config(train_size=6, held_out_size=2, **held_out):
   def one(split, size, **settings):
-    settings = {'augment': True} | settings
-    return data.DatasetConfig('digits', {'image': 8, 'label': 1}, split, size, **settings)
+    settings = {'augment': True, 'task_feature_lengths': {'image': 8, 'label': 1}} | settings
+    return data.DatasetConfig('digits', split=split, batch_size=size, **settings)
 
   return data.HeldOutDatasetConfig(
     one('train[:100]', train_size), one('train[100:120]', held_out_size, **held_out)
@@ -50,3 +50,5 @@ def test_settings_are_checked():
     config(held_out_size=4)
   with pytest.raises(ValueError, match='HeldOutDatasetConfig.held_out .* 20 '):
     data.get_dataset_with_held_out(config(augment=False))
+  with pytest.raises(ValueError, match=r'held_out has label \[3\] and train \[1\]'):
+    data.get_dataset_with_held_out(config(task_feature_lengths={'image': 8, 'label': 3}))
