@@ -133,7 +133,8 @@ def write(path: epath.PathLike, rows: Rows) -> None:
   beside = {'label_weight': rows.label_weight, 'annotator': rows.annotator}
   named = {**rows.columns, 'label': label, 'index': index, **beside}
   arrays = {name: np.ascontiguousarray(x) for name, x in named.items() if x is not None}
-  about = {'class_names': rows.class_names, 'provenance': dict(rows.provenance)}
+  names = None if rows.class_names is None else tuple(map(str, rows.class_names))
+  about = {'class_names': names, 'provenance': dict(rows.provenance)}
   if 'log_prob' in arrays:
     about['link'] = rows.link
   about['checksums'] = {name: _crc(x) for name, x in arrays.items()}
@@ -141,8 +142,8 @@ def write(path: epath.PathLike, rows: Rows) -> None:
   with weights.replacing(path) as unfinished:
     if path.suffix == '.npz':
       strings = {name: np.array(json.dumps(about[name])) for name in _JSON}
-      if rows.class_names is not None:
-        strings['class_name'] = np.array(rows.class_names)
+      if names is not None:
+        strings['class_name'] = np.array(names)
       if 'link' in about:
         strings['link'] = np.array(rows.link)
       with unfinished.open('wb') as stream:
@@ -269,7 +270,7 @@ def _description(path: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
   if path.endswith('.npz'):
     about = {name: json.loads(str(arrays[name])) for name in _JSON if name in arrays}
     if 'class_name' in arrays:
-      about['class_names'] = list(map(str, arrays['class_name']))
+      about['class_names'] = arrays['class_name'].astype(str).tolist()
     if 'link' in arrays:
       about['link'] = str(arrays['link'])
   elif path.endswith('.safetensors'):

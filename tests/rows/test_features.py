@@ -30,6 +30,8 @@ def test_ours_come_back(tmp_path, suffix):
     np.testing.assert_array_equal(getattr(read, name), getattr(written, name))
   assert read.class_names == names and read.provenance == provenance
   assert [p.name for p in (tmp_path / 'deep').iterdir()] == [f'er.{suffix}']
+  rows.write(path, make(class_names=(0, 1, 2)))  # as scikit-learn's classes_ may be
+  assert rows.read(path).class_names == ('0', '1', '2')
   np.testing.assert_array_equal(read.label, [0, 1, 2, 0, 1, 2])
 
 
@@ -49,8 +51,9 @@ def test_arrays_made_elsewhere(tmp_path):
   arrays = dict(
     zip(names, (ours.features.astype(np.float64), ours.label.astype(np.uint8)), strict=True)
   )
-  np.savez(tmp_path / 'x.npz', **arrays)
+  np.savez(tmp_path / 'x.npz', **arrays, class_name=np.array([b'a', b'b', b'c']))
   read = rows.read(str(tmp_path / 'x.npz'))
+  assert read.class_names == ('a', 'b', 'c')
   np.testing.assert_array_equal(read.features, ours.features)
   np.testing.assert_array_equal(read.label, ours.label)
   np.testing.assert_array_equal(read.index, np.arange(6))
