@@ -416,8 +416,8 @@ def _example_ids(index: np.ndarray | None, num_examples: int) -> np.ndarray:
     )
   if len(np.unique(index)) != num_examples:
     raise ValueError('the ids in index must be distinct')
-  if index.min() < 0:
-    raise ValueError('index has an example id below 0')
+  if index.min() < 0 or index.max() > np.iinfo(np.int64).max:
+    raise ValueError('index has an example id below 0 or above 2^63 - 1')
   return index.astype(np.int64)
 
 

@@ -93,6 +93,10 @@ def test_npy_with_labels_and_splits_in_one_file(tmp_path):
       dict(features=np.ones((2, 2)), label=np.zeros(2, int), index=np.zeros(2, int)),
       'ids in index must be distinct',
     ),
+    (
+      dict(features=np.ones((1, 1)), label=np.zeros(1, int), index=np.array([2**63], np.uint64)),
+      'index has an example id below 0 or above',
+    ),
   ],
 )
 def test_wrong_arrays_are_one_sentence_with_the_file(tmp_path, arrays, message):
