@@ -444,6 +444,7 @@ def _check(rows: Rows) -> None:
     _check_no_marks(rows.labels, num_classes, rows.link)
     votes.check_labels(rows.labels, num_classes, rows.link, rows.index)
   else:
+    _check_no_marks(rows.labels, rows.labels.shape[1] if names is None else len(names), rows.link)
     labels_lib.check_range('', rows.labels, None if names is None else len(names))
   if rows.label_weight is not None and rows.link == 'softmax':
     labels_lib.check_weights('label_weight', rows.label_weight, None, rows.labels >= 0)

@@ -97,6 +97,10 @@ def test_npy_with_labels_and_splits_in_one_file(tmp_path):
       dict(features=np.ones((1, 1)), label=np.zeros(1, int), index=np.array([2**63], np.uint64)),
       'index has an example id below 0 or above',
     ),
+    (
+      dict(features=np.ones((3, 2)), label=np.eye(3, dtype=int)),
+      r'labels are \[3, 3\] of 0 and 1, which mark classes',
+    ),
   ],
 )
 def test_wrong_arrays_are_one_sentence_with_the_file(tmp_path, arrays, message):
