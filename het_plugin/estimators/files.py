@@ -137,7 +137,7 @@ def _estimator(description: dict[str, Any], arrays: dict[str, np.ndarray]) -> He
     grid = description['fitted'].get(name)
     setattr(estimator, name, None if grid is None else dict(grid))
   if (names := description.get('feature_names')) is not None:
-    estimator.feature_names_in_ = np.array(names, object)
+    vars(estimator).update(feature_names_in_=np.array(names, object))
   dtype = np.dtype(description['classes_dtype'])
   if dtype.itemsize * len(description['classes']) > _MAX_NAME_BYTES:
     raise ValueError(f'names of classes of the type {dtype} take more than {_MAX_NAME_BYTES} bytes')
