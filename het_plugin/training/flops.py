@@ -30,10 +30,12 @@ def _equation_flops(equation: core.JaxprEqn) -> float:
       depth = math.prod(lhs[axis] for axis in lhs_contracting)
       return 2.0 * math.prod(equation.outvars[0].aval.shape) * depth
     case 'conv_general_dilated':
-      # Each output sums over one kernel window, that is the kernel without its output features.
+      # Each output sums over one kernel window, that is the kernel without its output features. Of
+      # a dilated input (the gradient of a stride) most of the window are zeros, which do not count.
       kernel = equation.invars[1].aval.shape
       out_features = kernel[equation.params['dimension_numbers'].rhs_spec[0]]
-      return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / out_features
+      window = math.prod(kernel) / out_features / math.prod(equation.params['lhs_dilation'])
+      return 2.0 * math.prod(equation.outvars[0].aval.shape) * window
     case 'scan':
       return equation.params['length'] * _inner_flops(equation)
     case 'cond':

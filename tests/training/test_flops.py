@@ -22,14 +22,20 @@ def test_matrix_products_and_their_gradients():
   )
 
 
-def test_convolution():
+@pytest.mark.parametrize('stride', [1, 2])
+def test_convolution_and_its_gradients(stride):
+  """The gradient of a stride is a convolution of an input between whose pixels are zeros."""
   image, kernel = jnp.zeros((2, 8, 8, 3)), jnp.zeros((3, 3, 3, 5))
   dims = ('NHWC', 'HWIO', 'NHWC')
 
   def conv(image, kernel):
-    return lax.conv_general_dilated(image, kernel, (1, 1), 'SAME', dimension_numbers=dims)
+    strides = (stride, stride)
+    return lax.conv_general_dilated(image, kernel, strides, 'SAME', dimension_numbers=dims)
 
-  assert count(conv, image, kernel) == 2 * (2 * 8 * 8 * 5) * (3 * 3 * 3)
+  product = 2 * (2 * (8 // stride) ** 2 * 5) * (3 * 3 * 3)
+  assert count(conv, image, kernel) == product
+  gradient = jax.grad(lambda *args: jnp.square(conv(*args)).sum(), argnums=(0, 1))
+  assert count(gradient, image, kernel) == 3 * product
 
 
 def test_loops_count_every_turn_where_cost_analysis_counts_one():
