@@ -1,6 +1,7 @@
 """Reads the collectives of a compiled program; those in loops count once per iteration."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections import Counter
@@ -39,12 +40,22 @@ def collectives(hlo: str) -> list[Collective]:
   """Collectives of a compiled program (`compiled.as_text()`), by kind in the order of `KINDS`.
 
   Where the compiler does not state how often a loop runs, as libtpu does not, the condition i < N
-  of jax's loops says so; a loop with another condition counts as one iteration. libtpu repeats an
-  asynchronous collective, with its channel, in every fusion that overlaps with it: it counts once.
-  libtpu's computation all-reduce-scatter has an all-reduce, which is compiled as a reduce-scatter.
+  of jax's loops says so; a loop with another condition counts as one iteration. Of the branches of
+  a conditional the one with the most bytes counts. libtpu repeats an asynchronous collective, with
+  its channel, in every fusion that overlaps with it: it counts once. libtpu's computation
+  all-reduce-scatter has an all-reduce, which is compiled as a reduce-scatter.
   """
-  computations, entry = parse(hlo)
-  counts, sizes, loops, started = Counter(), Counter(), Counter(), set()
+  counts, sizes, loops = Counter(), Counter(), Counter()
+  for kind, times, size, in_loop in _moved(*parse(hlo)):
+    counts[kind] += times
+    sizes[kind] += times * size
+    loops[kind] += in_loop
+  return [Collective(k, counts[k], int(sizes[k]), loops[k]) for k in KINDS if counts[k]]
+
+
+def _moved(computations, entry) -> Iterator[tuple[str, int, float, bool]]:
+  """Every collective under a computation: (kind, times it runs, bytes, inside a loop)."""
+  started = set()
   for name, times, in_loop in _visits(computations, entry, 1, False):
     for line in computations[name].splitlines():
       if (found := _COLLECTIVE.search(line)) is None:
@@ -60,10 +71,7 @@ def collectives(hlo: str) -> list[Collective]:
         size = _result_bytes(shape, bool(start), kind)
       if kind == 'all-reduce' and name.startswith('all-reduce-scatter'):
         kind = 'reduce-scatter'
-      counts[kind] += times
-      sizes[kind] += times * size
-      loops[kind] += in_loop
-  return [Collective(k, counts[k], int(sizes[k]), loops[k]) for k in KINDS if counts[k]]
+      yield kind, times, size, in_loop
 
 
 def parse(hlo: str) -> tuple[dict[str, str], str]:
@@ -80,10 +88,16 @@ def _visits(computations, name, times, in_loop) -> Iterator[tuple[str, int, bool
     is_loop = ' while(' in line
     trips = _trips(computations, line) if is_loop else 1
     for group in _CALLED.findall(line):
-      for called in re.findall(r'[\w.-]+', group):
-        # The computation of a reduction (to_apply) has no collectives.
-        if called in computations:
-          yield from _visits(computations, called, times * trips, in_loop or is_loop)
+      # The computation of a reduction (to_apply) has no collectives.
+      names = [name for name in re.findall(r'[\w.-]+', group) if name in computations]
+      if ' conditional(' in line:
+        names = [max(names, key=functools.partial(_bytes, computations))]
+      for called in names:
+        yield from _visits(computations, called, times * trips, in_loop or is_loop)
+
+
+def _bytes(computations, name):
+  return sum(times * size for _, times, size, _ in _moved(computations, name))
 
 
 def _trips(computations, line):

@@ -56,6 +56,20 @@ def test_loops_count_as_often_as_they_run():
   assert got == hlo.Collective('all-reduce', count=7, bytes=7 * 8 * 4 * 4, in_loops=1)
 
 
+def test_one_branch_of_a_conditional_runs():
+  def function(x):
+    def less():
+      return jax.lax.psum(jnp.sin(x)[0], 'model')
+
+    def more():
+      return jax.lax.psum(jnp.cos(x), 'model')[0]
+
+    return jax.lax.cond(jax.lax.axis_index('data') > 0, less, more)
+
+  (got,) = hlo.collectives(compiled(function, P(None, 'model')))
+  assert got == hlo.Collective('all-reduce', count=1, bytes=8 * 4 * 4, in_loops=0)
+
+
 def test_loops_of_libtpu_run_up_to_the_bound_of_their_condition():
   text = """HloModule m
 
