@@ -37,10 +37,9 @@ def largest_that_fits(
 
   Correct to within a sixteenth, and at most `_LARGEST`. `first` is the plan of the unchanged
   configuration. `compile_fn` maps a value to the plan of its train step. Prints a line per plan. A
-  batch is a multiple of its shards times the microbatches.
+  batch is a multiple of its shards, and of `SparseMoe.group_size`, times the microbatches.
   """
-  shards = first['num_devices'] // first['mesh']['model']
-  unit = shards * first['num_microbatches'] if what == 'batch' else 1
+  unit = first['batch_unit'] if what == 'batch' else 1
   value = first[_SEARCHED[what]]
 
   def fits(candidate: int) -> bool:

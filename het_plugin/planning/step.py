@@ -73,6 +73,8 @@ def plan(request: Request) -> dict[str, Any]:
     trainer.check_batch_size(batch_size)
   partitioner.check_batch_size(eval_cfg.batch_size)
 
+  moe = getattr(getattr(model, 'backbone', None), 'moe', None)
+  group_size = getattr(moe, 'group_size', 1)  # images whose tokens a step routes together
   held = {
     'parameters': _bytes_per_device(state.params),
     'optimizer state': _bytes_per_device(state.opt_state),
@@ -83,7 +85,7 @@ def plan(request: Request) -> dict[str, Any]:
     'num_devices': len(place.devices),
     'mesh': dict(partitioner.mesh.shape),
     'batch_size': train_cfg.batch_size,
-    'num_microbatches': trainer.num_microbatches or 1,
+    'batch_unit': math.lcm(partitioner.data_shards, group_size) * (trainer.num_microbatches or 1),
     'num_samples': num_samples,
     'head': type(model.head).__name__ if hasattr(model, 'head') else None,
     'hbm_bytes_per_device': place.hbm_bytes,

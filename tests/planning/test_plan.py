@@ -139,30 +139,28 @@ def test_grid(tmp_path, run_main):
 # Parts.
 
 
-def fake_plan(batch, limit, num_microbatches=1):
+def fake_plan(batch, limit, unit=4):
   return {
     'train': {'fits': batch <= limit},
     'batch_size': batch,
     'num_samples': batch,
-    'num_devices': 8,
-    'num_microbatches': num_microbatches,
-    'mesh': {'data': 4, 'model': 2},
+    'batch_unit': unit,
     'fits': batch <= limit,
     'peak_bytes_per_device': batch,
   }
 
 
 @pytest.mark.parametrize(
-  'start, limit, pieces', [(4, 1000, 1), (64, 100, 1), (4096, 4, 1), (64, 3, 1), (60, 100, 3)]
+  'start, limit, unit', [(4, 1000, 4), (64, 100, 4), (4096, 4, 4), (64, 3, 4), (60, 100, 12)]
 )
-def test_search_finds_the_largest_that_fits(start, limit, pieces):
-  tried, unit = [], 4 * pieces
+def test_search_finds_the_largest_that_fits(start, limit, unit):
+  tried = []
 
   def compile_fn(value):
     tried.append(value)
     return fake_plan(value, limit)
 
-  first = fake_plan(start, limit, pieces) | {'fits': False}  # because of the eval step
+  first = fake_plan(start, limit, unit) | {'fits': False}  # because of the eval step
   found = search.largest_that_fits('batch', first, compile_fn)
   if limit < 4:  # less than a row per shard
     assert found is None
@@ -201,6 +199,19 @@ def test_samples_are_searched_only_where_some_are_drawn(monkeypatch, head, bindi
   files, bindings = [RUN[0], f'het_plugin/gin/heads/{head}.gin'], [*TINY, *bindings]
   with pytest.raises(ValueError, match=words):
     step.plan(request(gin_files=files, gin_bindings=bindings, needs_samples=True))
+
+
+def test_a_search_takes_whole_groups_of_images(monkeypatch):
+  """Batches that V-MoE's step refuses would end the search; 4 shards divide the groups of 8."""
+  place = topology.Topology('cpu:8', jax.devices(), 2**34)
+  monkeypatch.setattr(topology, 'get', lambda *_: place)
+  files = [*RUN, 'het_plugin/gin/models/vmoe_s_32.gin']
+  bindings = [*TINY, 'vit.depth = 2', "vit.variant = 'S/7'", 'BATCH_SIZE = 24']
+  bindings.append('Trainer.num_microbatches = 3')
+  measured = {'flops': 1.0, 'peak_bytes': 1, 'fits': True, 'collectives': []}
+  monkeypatch.setattr(step, '_measure', lambda *_: measured)
+  plan = step.plan(request(gin_files=files, gin_bindings=bindings))
+  assert plan['batch_unit'] == 3 * 8
 
 
 def plan_that_does_not_fit():
