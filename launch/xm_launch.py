@@ -22,6 +22,7 @@ launch was interrupted.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import hashlib
 import importlib.util
 import math
@@ -161,14 +162,18 @@ def launch_local(jobs: Sequence[sweep.Job]) -> int:
   def stop(*_) -> None:
     nonlocal stopping
     stopping = True
-    print('\nStopping: each job saves a checkpoint first.', flush=True)
     for process in list(running):
       process.send_signal(signal.SIGTERM)
+    say('\nStopping: each job saves a checkpoint first.')
+
+  def say(line: str) -> None:
+    with contextlib.suppress(OSError):  # the reader has gone: Ctrl-C ends `| tee`, too
+      print(line, flush=True)
 
   def run(job: sweep.Job) -> int:
     if stopping:
       return processes.PREEMPTED
-    print(f'{job.model_dir}: started, see supervisor.log there', flush=True)
+    say(f'{job.model_dir}: started, see supervisor.log there')
     # In a session of its own Ctrl-C does not reach it, which would be a second signal.
     process = subprocess.Popen(
       local_command(job), start_new_session=True, preexec_fn=processes.die_with_parent
@@ -178,13 +183,13 @@ def launch_local(jobs: Sequence[sweep.Job]) -> int:
       process.send_signal(signal.SIGTERM)
     code = processes.exit_code(process.wait())
     running.discard(process)
-    print(f'{job.model_dir}: exit code {code}', flush=True)
+    say(f'{job.model_dir}: exit code {code}')
     return code
 
   processes.on_signals(stop)
   with concurrent.futures.ThreadPoolExecutor(flags.FLAGS.max_parallel) as pool:
     codes = list(pool.map(run, jobs))
-  print(reporting.aligned(sweep.results([job.model_dir for job in jobs], codes)))
+  say(reporting.aligned(sweep.results([job.model_dir for job in jobs], codes)))
   return processes.PREEMPTED if stopping else FAILED if any(codes) else 0
 
 
