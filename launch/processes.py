@@ -197,11 +197,12 @@ class Group:
         process.send_signal(signal.SIGTERM)
 
   def _say(self, text: str) -> None:
-    if self._log is None:
-      print(f'[local] {text}', file=sys.stderr, flush=True)
-    elif self._numbered:
-      self._log.write(f'[local] {text}\n'.encode())
-      self._log.flush()
+    with contextlib.suppress(OSError):  # as in _print_lines; the other processes still have to save
+      if self._log is None:
+        print(f'[local] {text}', file=sys.stderr, flush=True)
+      elif self._numbered:
+        self._log.write(f'[local] {text}\n'.encode())
+        self._log.flush()
 
 
 def _kill_group(process: subprocess.Popen) -> None:
@@ -228,7 +229,7 @@ def _children() -> list[int]:
 def _print_lines(index: int, process: subprocess.Popen, sink: IO[bytes]) -> None:
   for line in process.stdout:
     text = line if line.endswith(b'\n') else line + b'\n'
-    with contextlib.suppress(BrokenPipeError):  # the reader is gone; training continues
+    with contextlib.suppress(OSError):  # the reader is gone or the disk is full; training continues
       sink.write(f'[{index}] '.encode() + text)
       sink.flush()
 

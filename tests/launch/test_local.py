@@ -144,6 +144,33 @@ def test_a_signal_lets_all_save():
   assert process.returncode == 42
 
 
+FAILS_OF_TWO = """
+import os, pathlib, signal, sys, time
+def save(*_):
+  time.sleep(0.3)
+  pathlib.Path({path!r}, 'saved').touch()
+  sys.exit(42)
+signal.signal(signal.SIGTERM, save)
+if os.environ['JAX_PROCESS_ID'] == '1':
+  print('x' * 10**6)  # more than a pipe holds
+  while not pathlib.Path({path!r}, 'ready').exists():
+    time.sleep(0.02)
+  sys.exit(3)
+pathlib.Path({path!r}, 'ready').touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='/dev/full')
+def test_a_full_disk_of_the_output_ends_no_process(tmp_path):
+  command = [sys.executable, '-m', 'launch.local', '--processes=2', '--']
+  command += [sys.executable, '-c', FAILS_OF_TWO.format(path=str(tmp_path))]
+  with open('/dev/full', 'w') as full:
+    done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=full, timeout=20)
+  assert done.returncode == 3
+  assert (tmp_path / 'saved').exists()
+
+
 @pytest.mark.skipif(sys.platform != 'linux', reason='prctl')
 def test_none_is_left_when_the_launcher_is_killed():
   process = start(sys.executable, '-c', PATIENT)
