@@ -28,6 +28,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from launch import processes
 
@@ -49,8 +50,8 @@ def supervise(
   """
   folder.mkdir(parents=True, exist_ok=True)
   with (
-    open(folder / 'supervisor.json', 'a+') as state,
-    open(folder / 'supervisor.log', 'ab') as log,
+    open(folder / 'supervisor.json', 'ab', buffering=0) as state,
+    open(folder / 'supervisor.log', 'ab', buffering=0) as log,
   ):
     try:
       fcntl.flock(state, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,11 +62,14 @@ def supervise(
     processes.on_signals(group.stop)
     preemptions = failures = 0
 
+    def note(file: IO[bytes], text: str) -> None:
+      with contextlib.suppress(OSError):  # the disk is full; the command goes on
+        file.write(text.encode())
+
     def write(code: int | None) -> None:
       counts = {'restarts': preemptions + failures, 'failures': failures}
       state.truncate(0)
-      json.dump({'pid': os.getpid(), **counts, 'exit_code': code}, state)
-      state.flush()
+      note(state, json.dumps({'pid': os.getpid(), **counts, 'exit_code': code}))
 
     while True:
       write(None)
@@ -84,8 +88,7 @@ def supervise(
         write(code)
         return code
       group.await_orphans()
-      log.write(f'[supervise] {why}\n'.encode())
-      log.flush()
+      note(log, f'[supervise] {why}\n')
 
 
 def _local(folder: str) -> Path:

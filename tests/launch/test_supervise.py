@@ -80,6 +80,14 @@ def test_sigterm_lets_the_command_save_and_does_not_start_it_again(tmp_path):
   assert re.fullmatch(r'ready \d+\nsaved\n', log(tmp_path))
 
 
+@pytest.mark.skipif(sys.platform != 'linux', reason='/dev/full')
+def test_a_full_disk_does_not_end_the_restarts(tmp_path):
+  (tmp_path / 'supervisor.log').symlink_to('/dev/full')
+  code = PREEMPTED_TWICE.replace("print('start', starts)", '').format(path=str(tmp_path / 'starts'))
+  assert start(tmp_path, code).wait() == 3
+  assert supervise.read_state(tmp_path)['restarts'] == 2
+
+
 # Notes when it starts, and when it has saved, a second after it is told to.
 SLOW = """
 import os, signal, sys, time
