@@ -78,16 +78,19 @@ def supervise(
       except OSError:
         write(processes.WRONG)
         raise
-      if code == processes.PREEMPTED and not group.stopping and preemptions < max_restarts:
-        preemptions += 1
-        why = f'preempted: restart {preemptions} of {max_restarts}'
-      elif code > 128 and not group.stopping and failures < max_failures:
-        failures += 1
-        why = f'exit code {code}: restart {failures} of {max_failures} after failures'
-      else:
+      preempted = code == processes.PREEMPTED
+      again = preemptions < max_restarts if preempted else code > 128 and failures < max_failures
+      if again and not group.stopping:
+        group.await_orphans()
+      if group.stopping or not again:  # a signal may have come while it waited
         write(code)
         return code
-      group.await_orphans()
+      if preempted:
+        preemptions += 1
+        why = f'preempted: restart {preemptions} of {max_restarts}'
+      else:
+        failures += 1
+        why = f'exit code {code}: restart {failures} of {max_failures} after failures'
       note(log, f'[supervise] {why}\n')
 
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,8 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='prctl')
-def test_a_restart_waits_for_the_processes_of_a_launcher_that_was_killed(tmp_path):
+@pytest.mark.parametrize('stopped', [False, True])
+def test_a_restart_waits_for_the_processes_of_a_launcher_that_was_killed(stopped, tmp_path):
   notes = tmp_path / 'notes'
   command = [sys.executable, '-m', 'launch.supervise', f'--folder={tmp_path}', '--max_failures=1']
   command += ['--', sys.executable, '-m', 'launch.local', '--processes=1', '--']
@@ -117,6 +119,13 @@ def test_a_restart_waits_for_the_processes_of_a_launcher_that_was_killed(tmp_pat
   supervisor = subprocess.Popen(command, cwd=ROOT)
   wait_for(lambda: len(read()) == 1)
   os.kill(int(read()[0][1]), signal.SIGKILL)  # the launcher, its parent
+  if stopped:  # while it waits, so nothing starts again
+    time.sleep(0.5)
+    supervisor.terminate()
+    assert supervisor.wait() == 137
+    assert [word for word, _ in read()] == ['ready', 'saved']
+    assert supervise.read_state(tmp_path)['failures'] == 0
+    return
   wait_for(lambda: len(read()) == 3)
   assert [word for word, _ in read()] == ['ready', 'saved', 'ready']
   assert int(read()[1][1]) == supervisor.pid
