@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from etils import epath
 
 from het_plugin.operations import (
   facts,
@@ -74,10 +75,11 @@ class Operations(observer.Observer):
         yield
     except OSError as error:
       file = error.filename or run.model_dir
-      is_network = isinstance(error, (ConnectionError, TimeoutError))  # without a file, too
-      if is_network or not str(file).startswith(str(run.model_dir)):
+      # Without a file there are also those of the network, and without a number those of images.
+      is_other = error.errno is None or isinstance(error, (ConnectionError, TimeoutError))
+      if is_other or not epath.Path(str(file)).is_relative_to(run.model_dir):
         raise
-      raise ValueError(f'{file} cannot be written: {error.strerror or error}') from error
+      raise ValueError(f'{file} cannot be written: {error.strerror}') from error
 
   def begin(self) -> None:
     model_dir, files = self._run.model_dir, self._files

@@ -125,6 +125,15 @@ def test_a_full_disk_at_the_start_is_one_sentence(tmp_path, monkeypatch):
     pytest.fail('it began')
 
 
-def test_a_lost_connection_is_not_a_file_that_cannot_be_written(tmp_path):
-  with pytest.raises(ConnectionResetError), observing(tmp_path):
-    raise ConnectionResetError(104, 'Connection reset by peer')
+@pytest.mark.parametrize(
+  'error',
+  [
+    ConnectionResetError(104, 'Connection reset by peer'),
+    OSError('image file is truncated'),
+    FileNotFoundError(2, 'No such file or directory', '{}_2/a.png'),
+  ],
+)
+def test_other_errors_are_not_files_that_cannot_be_written(error, tmp_path):
+  error.filename = error.filename and error.filename.format(tmp_path)
+  with pytest.raises(type(error)), observing(tmp_path):
+    raise error
