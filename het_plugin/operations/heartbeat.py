@@ -56,8 +56,9 @@ class Heartbeat:
 
   def begin(self, attempt: epath.PathLike) -> None:
     """Writes facts from now on, in the folder of this start of the run; OSError if it cannot."""
-    self._attempt = attempt
-    facts.write(attempt, self._recorder.now())
+    with self._writing:  # two writes at once would take each other's unfinished file
+      self._attempt = attempt
+      facts.write(attempt, self._recorder.now())
 
   def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
     self.end(error)

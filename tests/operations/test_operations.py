@@ -118,6 +118,22 @@ def test_training_goes_on_where_files_cannot_be_written(tmp_path, caplog, monkey
     wait_for(lambda: facts.read_attempts(tmp_path)[1].step == 3)
 
 
+def test_the_start_and_a_beat_do_not_write_at_once(tmp_path, monkeypatch):
+  write, writing, most = facts.write, [], set()
+
+  def slow(*args):
+    writing.append(None)
+    time.sleep(0.05)
+    most.add(len(writing))
+    write(*args)
+    writing.pop()
+
+  monkeypatch.setattr(facts, 'write', slow)
+  with observing(tmp_path):
+    pass
+  assert most == {1}
+
+
 def test_a_full_disk_at_the_start_is_one_sentence(tmp_path, monkeypatch):
   monkeypatch.setattr(facts, 'write', cannot_write)
   words = f'{tmp_path} .*No space left on device'
