@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from het_plugin.reporting.report import Picture
 
@@ -78,5 +79,7 @@ def to_png(figure: Figure, dpi: int) -> bytes:
   with warnings.catch_warnings():
     # One for each letter, and for each time that it is drawn.
     warnings.filterwarnings('ignore', r'Glyph .* missing from font')
-    figure.savefig(png, format='png', dpi=dpi)
+    figure.draw_without_rendering()  # places all, so that a legend of long names is not cut off
+    whole = Bbox.union([figure.bbox_inches, figure.get_tightbbox()])
+    figure.savefig(png, format='png', dpi=dpi, bbox_inches=whole)
   return png.getvalue()

@@ -72,6 +72,12 @@ PLOTS = {
 }
 
 
+def test_long_names_are_not_cut_off():
+  rows = [SHOTS[1] | {'name': f'het_xl/LEARNING_RATE={i}'} for i in range(4)]
+  image = Image.open(io.BytesIO(reporting.shots_png(rows))).convert('L')
+  assert np.asarray(image)[:, [0, -1]].min() > 250  # nothing at an edge
+
+
 @pytest.mark.parametrize('name', PLOTS)
 def test_anything_can_be_drawn(name):
   drawn = PLOTS[name]()
