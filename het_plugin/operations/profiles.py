@@ -151,7 +151,12 @@ class Profiler:
       seconds = sum(now.seconds.get(x, 0.0) for x in (observer.STEP, observer.DATA))
       ahead = math.ceil(self._lead_seconds * now.steps / max(seconds, 1e-9))
       first = now.step + 1 + ahead
-      asked = {'first': first, 'last': first + asked.get('steps', STEPS) - 1}
+      if first > now.total_steps:
+        _log.warning('Profile requested too late: the run ends at step %d.', now.total_steps)
+        self.end()
+        return
+      last = min(first + asked.get('steps', STEPS) - 1, now.total_steps)
+      asked = {'first': first, 'last': last}
       run_files.write_json(self._request, asked)
       _log.info('Profile requested: steps %(first)d to %(last)d will be traced.', asked)
     if asked['last'] > now.step:

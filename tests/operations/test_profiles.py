@@ -113,3 +113,13 @@ def test_all_processes_trace_the_same_steps_and_another_request_follows(tmp_path
   assert path.exists()
   first.end()
   assert not path.exists()
+
+
+def test_a_request_near_the_end_of_the_run(tmp_path, path, caplog):
+  profiler = make(tmp_path, lead_seconds=1.0)
+  path.touch()
+  poll(profiler, 987)
+  assert json.loads(path.read_text()) == {'first': 998, 'last': 1000}
+  path.write_text('{}')
+  poll(profiler, 991)
+  assert not path.exists() and 'too late' in caplog.text and 'step 1000' in caplog.text
