@@ -51,10 +51,16 @@ def save(estimator: HeadClassifier, path: str) -> None:
       checksum that `load` verifies.
 
   Raises:
+    ValueError: the estimator is of another kind, such as a pipeline, or its classes are neither
+      numbers nor strings.
     sklearn.exceptions.NotFittedError: the estimator has not been fitted.
-    ValueError: its classes are neither numbers nor strings.
     OSError: the file cannot be written; an old one is then still there.
   """
+  if not isinstance(estimator, HeadClassifier):
+    raise ValueError(
+      f'estimator must be a head of het_plugin; got {type(estimator).__name__}: save the last step '
+      'of a pipeline, pipeline[-1]'
+    )
   check_is_fitted(estimator)
   params = traverse_util.flatten_dict(estimator.params_, sep='/')
   arrays = {f'params/{name}': np.asarray(x) for name, x in params.items()}

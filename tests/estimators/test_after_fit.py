@@ -1,5 +1,6 @@
 """What a fitted estimator gives beside predictions: covariance, calibration, sets, files."""
 
+import copy
 import dataclasses
 import json
 
@@ -10,6 +11,7 @@ import safetensors
 import safetensors.numpy
 from flax import traverse_util
 from scipy import special
+from sklearn.pipeline import make_pipeline
 
 from het_plugin import estimators, heads
 from het_plugin.estimators import DetClassifier, HetClassifier, HetHClassifier, HetXLClassifier
@@ -116,6 +118,13 @@ def test_files_give_the_same_predictions(data, het, tmp_path):
   het.noise_nll_ = {0.0: 0.7, np.float64(0.03): np.float32(0.5)}  # as C_noise='auto' gives
   estimators.save(het, path)
   loaded = estimators.load(path)
+  assert not hasattr(loaded, 'feature_names_in_')
+  named = copy.copy(het)
+  named.feature_names_in_ = np.array([f'f{i}' for i in range(x.shape[1])], object)
+  estimators.save(named, path)  # fitted to a DataFrame: columns in another order are refused
+  np.testing.assert_array_equal(estimators.load(path).feature_names_in_, named.feature_names_in_)
+  with pytest.raises(ValueError, match='got Pipeline: save the last step'):
+    estimators.save(make_pipeline(het), path)
   np.testing.assert_array_equal(loaded.predict_proba(x), het.predict_proba(x))
   np.testing.assert_array_equal(loaded.predict_set(x, 0.2), het.predict_set(x, 0.2))
   assert loaded.get_params() == het.get_params() and list(loaded.classes_) == list('abcd')
