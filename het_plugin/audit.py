@@ -39,7 +39,7 @@ def define_flags() -> None:
   flags.DEFINE_string(
     'output_dir', 'representations', 'With --checkpoint: where to write its file.'
   )
-  flags.DEFINE_string('head', 'het_xl', f'One of {", ".join(probe.CLASSIFIERS)}.')
+  flags.DEFINE_enum('head', 'het_xl', list(probe.CLASSIFIERS), 'The head to fit.')
   flags.DEFINE_list('C', ['1'], 'Inverse strength of the regularisation, as in scikit-learn.')
   flags.DEFINE_list(
     'C_noise', ['0.1'], 'Inverse strength of the regularisation of the noise, or auto.'

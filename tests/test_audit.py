@@ -10,6 +10,7 @@ import re
 
 import numpy as np
 import pytest
+from absl import flags
 from PIL import Image
 
 from het_plugin import audit
@@ -155,7 +156,6 @@ def test_what_is_wrong_is_one_sentence(noisy, run_main, tmp_path):
     ([f'--train={path}', f'--suggest={path}'], 'is read by the audit: name another file'),
     ([f'--train={path}:train', f'--suggest={path}'], 'is read by the audit: name another file'),
     ([f'--train={path}', '--suggest=new.npy'], '--suggest=new.npy must end in .npz'),
-    ([f'--train={path}', '--head=lda'], '--heads=lda: lda is unknown'),
     ([f'--train={path}', '--head=det', '--C_noise=1'], 'no effect on --head=det'),
     ([f'--train={path}', '--C=-1'], '--C=-1'),
     ([f'--train={path}', '--C_noise=x'], '--C_noise=x must be a number > 0, or auto'),
@@ -170,3 +170,5 @@ def test_what_is_wrong_is_one_sentence(noisy, run_main, tmp_path):
     ([f'--train={of_test}', '--dataset=digits'], '--split=train: the rows are of the split test'),
   ):
     assert message in run_main(audit, *arguments, code=2)
+  with pytest.raises(flags.IllegalFlagValueError, match='--head=lda: value should be one of <det'):
+    run_main(audit, f'--train={path}', '--head=lda')
