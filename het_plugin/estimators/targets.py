@@ -149,10 +149,8 @@ def encode(
   number = order[np.minimum(place, len(classes) - 1)]
   unseen = classes[number] != values[~missing]
   if unseen.any():
-    raise ValueError(
-      f'y has the label {values[~missing][unseen].tolist()[0]!r}, which is not one of '
-      f'the {len(classes)} classes seen by fit'
-    )
+    label = values[~missing][unseen].tolist()[0]
+    raise ValueError(f'the label {label!r} is not one of the {len(classes)} classes seen by fit')
   ids = np.full(values.shape, -1, np.int32)
   ids[~missing] = number
   return Targets(kind, classes, ids)

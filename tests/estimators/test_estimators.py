@@ -290,7 +290,7 @@ def test_the_start_is_a_fit_to_the_same_rows():
 
 def test_wrong_labels_are_one_sentence():
   x, y = problem(num_rows=20)
-  with pytest.raises(ValueError, match='has the label 9'):
+  with pytest.raises(ValueError, match='the label 9 is'):
     DetClassifier().fit(x, y).nll(x, np.where(y == 0, 9, y))
   with pytest.raises(ValueError, match=r'y has shape \(7,\); it must be \[20\]'):
     DetClassifier().fit(x, y).calibrate(x, y[:7])
@@ -334,7 +334,7 @@ def test_class_ids_of_64_bits_stay_what_they_are():
   det = DetClassifier(max_iter=20, tol=0.1).fit(x, y)
   large = DetClassifier(max_iter=20, tol=0.1).fit(x, y + 2**32)
   np.testing.assert_array_equal(large.predict(x), det.predict(x) + 2**32)
-  with pytest.raises(ValueError, match=f'has the label {y[0] + 2**32}'):
+  with pytest.raises(ValueError, match=f'the label {y[0] + 2**32} is'):
     det.nll(x, y + 2**32)
 
 
