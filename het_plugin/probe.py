@@ -4,7 +4,7 @@
     python -m het_plugin.probe --train=representations/digits  # from `represent`: train and test
     python -m het_plugin.probe --train=X.npy,Y.npy --heads=det,het,het_xl --C=0.1,1,10 --folds=5
     python -m het_plugin.probe --checkpoint=runs/det --dataset=digits
-    python -m het_plugin.probe --train=train.npz --noise_test  # seconds: what heads would gain
+    python -m het_plugin.probe --train=train.npz --noise_test  # what heads would gain
 
 Prints NLL, precision@1, ECE and Brier score with standard errors, and differences to the first head
 (or --baseline), paired by example. Without --test the rows of --train are scored fold by fold.

@@ -426,6 +426,8 @@ def make_report(found: Mapping[str, Result], where: str) -> reporting.Report:
     'gain: by how much the NLL of held-out folds would fall, to the first order in the noise. '
     'Fits gained two to eight times as much where both were measured (docs/when.md). ± is a '
     'standard error over examples. price: p / (2N) of the noise without regularisation. '
+    'constant noise: the same for all x. chosen: what the other folds choose for the first one: '
+    'none, constant noise, or C_noise / C, the strength of the noise or of the hidden layer. '
     f'{HIDDEN}: {NUM_HIDDEN} random units beside W.'
   )
   return reporting.Report(
