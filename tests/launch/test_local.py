@@ -166,7 +166,7 @@ def test_a_full_disk_of_the_output_ends_no_process(tmp_path):
   command = [sys.executable, '-m', 'launch.local', '--processes=2', '--']
   command += [sys.executable, '-c', FAILS_OF_TWO.format(path=str(tmp_path))]
   with open('/dev/full', 'w') as full:
-    done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=full, timeout=20)
+    done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=full, timeout=60)
   assert done.returncode == 3
   assert (tmp_path / 'saved').exists()
 
