@@ -74,6 +74,7 @@ def test_wrong_settings_are_one_sentence(run):
     ({'method': 'newton'}, '--method=newton is unknown'),
     ({'method': ''}, '--method= is unknown'),
     ({'grid': '0.01'}, '--grid=0.01 must be '),
+    ({'method': 'grid', 'grid': '0.2,0.1,0.20'}, '--grid=0.2,0.1,0.20 has 0.2 twice'),
     ({'gin.RANDOM_SEED': 7}, 'RANDOM_SEED = 7 has no effect: the study binds it for every run'),
     (
       {'method': 'grid:validation', 'gin.LearnedTemperature.tau_max': 3.0},

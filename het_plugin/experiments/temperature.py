@@ -88,7 +88,7 @@ def parse_methods(names: Sequence[str]) -> list[str]:
 
 
 def parse_grid(values: Sequence[str]) -> list[float]:
-  """Parses temperatures; raises ValueError if one is outside the range that is searched."""
+  """Parses temperatures; ValueError if one is repeated or outside the range that is searched."""
   low, high = BOUNDS
   try:
     grid = [float(value) for value in values]
@@ -96,6 +96,9 @@ def parse_grid(values: Sequence[str]) -> list[float]:
     raise ValueError(f'--grid={",".join(values)} must be numbers') from error
   if not grid or not all(low <= tau <= high for tau in grid):
     raise ValueError(f'--grid={",".join(values)} must be temperatures in [{low}, {high}]')
+  names = [f'{tau:g}' for tau in grid]  # as in the folders of the trainings
+  if repeated := [name for name in names if names.count(name) > 1]:
+    raise ValueError(f'--grid={",".join(values)} has {repeated[0]} twice')
   return grid
 
 
