@@ -23,6 +23,7 @@ from het_plugin.experiments import temperature, trainings
 from het_plugin.training import compilation_cache, run_files
 
 RUN = 'het_plugin/gin/runs/temperature_glyphs.gin'
+_OF_SEARCHES = {'grid': 'grid', 'rounds': 'bayesian', 'trials_per_round': 'bayesian'}
 
 
 def define_flags() -> None:
@@ -49,6 +50,9 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     methods = temperature.parse_methods(flags.FLAGS.method)
+    for flag, method in _OF_SEARCHES.items():
+      if flags.FLAGS[flag].present and not any(row.startswith(method) for row in methods):
+        raise ValueError(f'--{flag} has no effect on --method={",".join(methods)}: add {method}')
     grid = temperature.parse_grid(flags.FLAGS.grid)
     output_dir = run_files.local_folder('output_dir', flags.FLAGS.output_dir)
     base = trainings.Training(

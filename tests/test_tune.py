@@ -73,7 +73,9 @@ def test_wrong_settings_are_one_sentence(run):
   for settings, message in (
     ({'method': 'newton'}, '--method=newton is unknown'),
     ({'method': ''}, '--method= is unknown'),
-    ({'grid': '0.01'}, '--grid=0.01 must be '),
+    ({'method': 'grid', 'grid': '0.01'}, '--grid=0.01 must be '),
+    ({'grid': '0.2'}, '--grid has no effect on --method=simple_training: add grid'),
+    ({'method': 'grid', 'rounds': 2}, '--rounds has no effect on --method=grid:validation,'),
     ({'method': 'grid', 'grid': '0.2,0.1,0.20'}, '--grid=0.2,0.1,0.20 has 0.2 twice'),
     ({'gin.RANDOM_SEED': 7}, 'RANDOM_SEED = 7 has no effect: the study binds it for every run'),
     (
@@ -82,7 +84,7 @@ def test_wrong_settings_are_one_sentence(run):
     ),
     ({'method': 'all', 'gin.LR': 5.0}, 'LR = 5.0 is used by nothing: did you mean LEARNING_RATE?'),
     ({'gin.HetXL.link': "'softmax'", 'gin.Het.num_factors': 3}, 'HEAD is @HetXL()'),
-    ({'grid': 'x'}, '--grid=x must be '),
+    ({'method': 'grid', 'grid': 'x'}, '--grid=x must be '),
     ({'output_dir': 'gs://b/x'}, '--output_dir=gs://b/x must be a local directory'),
   ):
     assert message in run(code=2, **settings)
