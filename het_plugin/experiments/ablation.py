@@ -330,7 +330,14 @@ class _Training:
     ]
     if not all(path.exists() for path in itertools.chain(*files)):
       return {}
-    values, baseline = ([np.load(path) for path in of_cell] for of_cell in files)
+    values, baseline = ([dict(np.load(path)) for path in of_cell] for of_cell in files)
+    ids = [run.pop(analyses.INDEX) for run in (*values, *baseline) if analyses.INDEX in run]
+    sizes = {len(x) for run in (*values, *baseline) for x in run.values()}
+    if len(sizes) > 1 or not all(np.array_equal(ids[0], others) for others in ids):
+      _log.warning(
+        '%s and %s are not paired: their runs have different examples.', label, self._ablation.first
+      )
+      return {}
     stacked = {
       name: [np.stack([run[name] for run in runs]) for runs in (values, baseline)]
       for name in values[0]

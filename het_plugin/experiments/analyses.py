@@ -21,6 +21,7 @@ from het_plugin.runs.per_example import Columns
 _log = logging.getLogger(__name__)
 
 NLL_FILE = 'nll.npz'
+INDEX = 'index'
 _HELD_OUT = 'NLL, tau of held-out'
 
 
@@ -104,7 +105,7 @@ class ExampleNLL:
     NLL, tau of held-out: the NLL with it.
 
   Writes nll.npz into the folder, with 'NLL' and 'NLL, tau of held-out', float32 [N] in the order of
-  the examples. `Ablation` computes errors over examples from it.
+  the examples, and their ids 'index', int [N]. `Ablation` computes errors over examples from it.
 
   Attributes:
     split: split of the run's task.
@@ -120,7 +121,7 @@ class ExampleNLL:
     run = runs.open_run(run_dir)
 
     def nlls_of(split, count, integrator, *scales):
-      """[N, len(scales)] in the order of the examples, and tau."""
+      """[N, len(scales)] in the order of the examples, their ids [N], and tau."""
 
       def nlls(params, batch):
         logits = run.model.logits(params, batch)
@@ -137,15 +138,18 @@ class ExampleNLL:
 
       rows = list(_per_example(run, nlls, split, count, rows_per_shard=128))
       index, nll, tau = (np.concatenate([x[k] for x in rows]) for k in ('index', 'nll', 'tau'))
-      return nll[np.argsort(index)], float(tau[0])
+      order = np.argsort(index)
+      return nll[order], index[order], float(tau[0])
 
     scales = 2 ** (np.arange(-4, 5) / 4)
-    tried, tau = nlls_of(self.choose_split, self.num_examples, run.model.train_integrator, *scales)
+    rule = run.model.train_integrator
+    tried, _, tau = nlls_of(self.choose_split, self.num_examples, rule, *scales)
     best = float(scales[tried.mean(0, dtype=np.float64).argmin()])
     if best in (scales[0], scales[-1]):
       _log.warning('%s: the best tau, %g, is at an end of those tried.', run_dir, best * tau)
-    found, _ = nlls_of(self.split, None, run.model.eval_integrator, 1.0, best)
-    np.savez(run_dir / NLL_FILE, **{'NLL': found[:, 0], _HELD_OUT: found[:, 1]})
+    found, index, _ = nlls_of(self.split, None, run.model.eval_integrator, 1.0, best)
+    nlls = {'NLL': found[:, 0], _HELD_OUT: found[:, 1]}
+    np.savez(run_dir / NLL_FILE, **{INDEX: index}, **nlls)
     return {
       _HELD_OUT: found[:, 1].mean(dtype=np.float64),
       'tau of held-out': best * tau,

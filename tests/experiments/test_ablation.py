@@ -140,8 +140,10 @@ def test_errors_over_examples_of_what_an_analysis_wrote(tmp_path, trained):
   def analysis(folder):
     learned, seed = folder.parent.name == 'learned', int(folder.name[-1])
     nll = np.arange(100.0) * (1.01 if learned else 1) + seed * learned
-    np.savez(folder / 'nll.npz', NLL=nll)
+    np.savez(folder / 'nll.npz', NLL=nll, index=np.arange(100) + shift * learned)
     return {}
+
+  shift = 0
 
   report = last_report(ablation(seeds=(0, 1), analysis=analysis), tmp_path)
   det, learned = report.rows
@@ -152,6 +154,8 @@ def test_errors_over_examples_of_what_an_analysis_wrote(tmp_path, trained):
   assert math.isclose(found['stderr_examples'], scipy.stats.sem(gaps))
   assert math.isclose(found['extreme'], gaps[-1] / gaps.sum())
   assert report.tables[0].lines[0][2:5] == [f'{gaps.mean():+.4f}', '0.5000', '0.0290']
+  shift = 1  # other examples, though as many
+  assert 'difference' not in last_report(ablation(analysis=analysis), tmp_path / 'other').rows[1]
 
 
 def test_bindings_of_the_command_line_win(tmp_path, trained):

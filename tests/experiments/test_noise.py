@@ -74,7 +74,9 @@ def test_labels_count_by_their_shares_as_in_training(tmp_path, monkeypatch):
   ExampleNLL(split='test', choose_split='train')(tmp_path)
   log_p = run.predict({'image': x[1::2, None, None]})['log_prob']
   expected = -log_p[:, 1:] @ weight[0]
-  np.testing.assert_allclose(np.load(tmp_path / 'nll.npz')['NLL'], expected, rtol=1e-5)
+  written = np.load(tmp_path / 'nll.npz')
+  np.testing.assert_allclose(written['NLL'], expected, rtol=1e-5)
+  assert (np.diff(written['index']) > 0).all() and len(written['index']) == len(expected)
 
 
 @pytest.mark.slow
