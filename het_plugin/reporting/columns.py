@@ -170,8 +170,8 @@ def _ordered_fields(rows: Sequence[Row]) -> list[str]:
 
 
 def p_text(p: float | None) -> str:
-  """The p of a test, to four digits; a dash for None."""
-  if p is None:
+  """The p of a test, to four digits; a dash for None and NaN."""
+  if not _is_present(p):
     return _MISSING
   return f'<{_LOWEST_SHOWN_P:g}' if p < _LOWEST_SHOWN_P else f'{p:.4f}'
 

@@ -34,6 +34,11 @@ def columns(rows):
   }
 
 
+def test_a_p_that_is_not_defined_is_a_dash():
+  found = [reporting.p_text(p) for p in (None, math.nan, 1e-9, 0.25)]
+  assert found == ['–', '–', '<0.0001', '0.2500']
+
+
 def test_the_lowest_nll_and_the_highest_precision_are_best():
   found = columns(ROWS)
   assert found[0, 'NLL'] == (['1.250', '1.125', '–'], {1})
