@@ -436,7 +436,7 @@ def make_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> reporting.Re
 
 def _tau_nll(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:
   """{title: (tau, test NLL)}, means over replications. A search has a point per tau; another
-  training has the point where it ended. A retrained one is left out if its search has a line.
+  training has the point where it ended. A retrained one, the first of its trials, is in no line.
   """
   lines, names = {}, {row['row'] for row in rows}
   for row in rows:
@@ -445,7 +445,7 @@ def _tau_nll(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], 
     elif row['row'].replace(':retrain', ':validation') not in names - {row['row']}:
       by_tau = {}
       for outcome in row['replications']:
-        for trial in outcome['trials']:
+        for trial in outcome['trials'][row['row'].endswith(':retrain') :]:
           by_tau.setdefault(trial['tau'], []).append(trial['nll'])
       taus = sorted(by_tau)
       lines[row['head']] = taus, [statistics.fmean(by_tau[tau]) for tau in taus]

@@ -57,6 +57,11 @@ def test_grid_search_chooses_by_validation_and_two_folds_by_test(study):
   trained.clear()
   got = study.outcome('grid:retrain')
   assert trained[-1] == (0.4, 'FULL_SPLIT') and got['chosen'] == 'FULL_SPLIT_0.4'
+  row = {'row': 'grid:retrain', 'head': 'x', 'single training': 'no', 'replications': [got]}
+  retrained, *searched = got['trials']
+  retrained['nll'] = 9.0  # it saw other data than its search
+  expected = {trial['tau']: trial['nll'] for trial in searched}
+  assert dict(zip(*temperature._tau_nll([row])['x'], strict=True)) == expected
   assert got['steps'] == 4 * 400 and got['validation_nll'] is None
   with pytest.raises(ValueError, match=' 1 trainings of Grid search .*nonfinite'):
     dataclasses.replace(study, grid=(3.0,)).outcome('grid:validation')
