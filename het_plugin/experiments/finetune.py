@@ -70,6 +70,12 @@ def finetune(
     exit_codes.Preempted: a SystemExit, after SIGTERM; the same call continues.
   """
   names = candidate_names(names, checkpoint, flag='checkpoint')
+  outside = [x for x in names if Path(x).is_absolute() or '..' in Path(x).parts]
+  if outside or len(set(map(_file_name, names))) < len(names):
+    raise ValueError(
+      f'the names of the candidates, {",".join(names)}, must be different names of folders inside '
+      '--output_dir: give --names'
+    )
   if not output_dir:
     raise ValueError('--output_dir is not set: name the folder for the runs')
   if len(k) != 1:

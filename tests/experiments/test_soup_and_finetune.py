@@ -57,6 +57,12 @@ def test_a_fine_tuning_has_a_local_folder(run_main):
   assert '--output_dir=gs://b/x must be a local directory' in message
 
 
+@pytest.mark.parametrize('sources', ['/runs/a,runs/b', '../../runs/a,../b/c', 'runs/a/b,runs/a_b'])
+def test_candidates_have_folders_of_their_own_in_the_output_directory(run_main, tmp_path, sources):
+  asked = select, 'finetune', f'--checkpoint={sources}', f'--output_dir={tmp_path}'
+  assert 'names of folders inside --output_dir: give --names' in run_main(*asked, code=2)
+
+
 def test_predictions_of_a_setting_with_brackets_are_found(tmp_path):
   (setting,) = finetune.combinations(['vit.axes=[1, 2]'])
   made = tmp_path / 'predictions/test' / f'run_{setting}'
