@@ -69,7 +69,9 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     'max_examples', rankme.MAX_EXAMPLES, 'Largest number of examples, chosen at random.'
   )
-  flags.DEFINE_integer('max_members', 10, 'Largest number of members, repetitions included.')
+  flags.DEFINE_integer(
+    'max_members', 10, 'Largest number of members, repetitions included.', lower_bound=1
+  )
   flags.DEFINE_bool('replacement', True, 'Whether a member may be added again.')
   flags.DEFINE_multi_string('sweep', [], 'NAME=VALUE,VALUE: values of a gin setting.')
   flags.DEFINE_string('dataset', None, 'A task. Default: the task of the first run.')

@@ -24,10 +24,11 @@ from typing import Any
 import jax
 
 import gin
-from het_plugin import reporting, runs, weights
+from het_plugin import data, reporting, runs, weights
 from het_plugin import rows as rows_lib
 from het_plugin.config import changes
 from het_plugin.config.flag_values import parse_sweep
+from het_plugin.data import splits
 from het_plugin.evaluation import evaluate, represent, select
 from het_plugin.evaluation.candidates import candidate_names, number_to_keep
 from het_plugin.experiments import trainings
@@ -86,6 +87,7 @@ def finetune(
   candidates = [_training(gin_settings, source) for source in checkpoint]
   _check_used(gin_settings[1], candidates, settings, folder)
   dataset = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
+  _check_splits(dataset, split=split, test_split=test_split or split)
 
   proxy = {}
   for name, source, training in zip(names, checkpoint, candidates, strict=True):
@@ -149,6 +151,16 @@ def _check_used(
   ]
   swept = itertools.chain.from_iterable(settings.values())
   trainings.check_used([*typed, *swept], runs, folder)
+
+
+def _check_splits(dataset: str, **chosen: str) -> None:
+  """Raises ValueError if the task has no such splits, which are read after all trainings."""
+  sizes = data.classification_info(dataset).splits
+  for flag, split in chosen.items():
+    try:
+      splits.resolve(split, sizes, dataset)
+    except ValueError as error:
+      raise ValueError(f'--{flag}={split}: {error}') from error
 
 
 def _training(gin_settings: GinSettings, source: str) -> trainings.Training:

@@ -57,6 +57,12 @@ def test_a_fine_tuning_has_a_local_folder(run_main):
   assert '--output_dir=gs://b/x must be a local directory' in message
 
 
+def test_the_splits_of_an_ensemble_are_those_of_the_task():
+  finetune._check_splits('digits', split='train[90%:]', test_split='test')
+  with pytest.raises(ValueError, match=r"--split=validation: .* choose from \['test', 'train'\]"):
+    finetune._check_splits('digits', split='validation', test_split='test')
+
+
 @pytest.mark.parametrize('sources', ['/runs/a,runs/b', '../../runs/a,../b/c', 'runs/a/b,runs/a_b'])
 def test_candidates_have_folders_of_their_own_in_the_output_directory(run_main, tmp_path, sources):
   asked = select, 'finetune', f'--checkpoint={sources}', f'--output_dir={tmp_path}'
