@@ -132,6 +132,14 @@ def test_all_examples_and_warnings(files, run_main, tmp_path):
   assert rows['few', 'saved', most]['stderr'] is None and '0.000' not in printed
 
 
+def test_other_test_rows_are_found_before_a_fit(files, run_main, monkeypatch):
+  monkeypatch.setattr(evaluation_fewshot, '_evaluate', None)
+  (train, test), (other_train, _) = files['clean'], files['noisy']
+  given = f'--train={train}', f'--test={test}', f'--train={other_train}', f'--test={other_train}'
+  message = run_main(fewshot, *given, '--names=a,b', code=2)
+  assert f"--test={other_train} has other rows than the test file of 'a'" in message
+
+
 def test_the_splits_of_a_file(files, run_main, tmp_path):
   train_x, train_y, test_x, test_y = arrays(files, 'clean')
   split = np.repeat(['train', 'test'], [len(train_y), len(test_y)])

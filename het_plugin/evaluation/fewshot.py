@@ -104,6 +104,14 @@ def from_files(
         '--names=RUN:DATASET,...'
       )
     datasets[dataset] = tuple(map(_split, halves))
+    first = next(iter(runs.values())).get(dataset, datasets[dataset])[1]
+    test_rows = datasets[dataset][1]
+    if not all(np.array_equal(getattr(first, x), getattr(test_rows, x)) for x in ('index', 'y')):
+      raise ValueError(
+        f'--test={pair[1]} has other rows than the test file of {next(iter(runs))!r}, with which '
+        f'run {run!r} is compared on {dataset!r}: give the same examples, or different data sets '
+        'in --names=RUN:DATASET,...'
+      )
   return {run: _evaluate(run, datasets, **settings) for run, datasets in runs.items()}
 
 
