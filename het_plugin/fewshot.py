@@ -23,6 +23,7 @@ from het_plugin.evaluation import fewshot as report
 from het_plugin.measures import fewshot
 
 _OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size')  # flags that belong to --checkpoint
+_OF_FITS = ('protocol', 'classifier', 'draw', 'l2', 'shots', 'seeds')  # of --train or --checkpoint
 
 
 def define_flags() -> None:
@@ -82,6 +83,9 @@ def check_flags() -> None:
   given = [name for name in _OF_CHECKPOINTS if F[name].present]
   if given and not F.checkpoint:
     raise ValueError(f'--{given[0]} is for --checkpoint, whose representations are computed here')
+  given = [name for name in _OF_FITS if F[name].present]
+  if given and not (F.train or F.checkpoint):
+    raise ValueError(f'--{given[0]} has no effect on --results alone, which are shown as they are')
   if F.splits is not None and len(F.splits) != 2:
     raise ValueError(f'--splits={",".join(F.splits)} must be a training and a test split')
 
