@@ -38,7 +38,11 @@ def define_flags() -> None:
   flags.DEFINE_list('mesh', [], 'DATA,MODEL: devices that split rows and classes.')
   flags.DEFINE_string('checkpoint', None, 'Instead of files: a run or a published file.')
   flags.DEFINE_string('dataset', None, 'With --checkpoint: the task to represent.')
-  flags.DEFINE_list('splits', ['train', 'test'], 'Splits of --dataset to fit to and to score on.')
+  flags.DEFINE_list(
+    'splits',
+    None,
+    'Splits of --dataset to fit to and to score on. Default: train, and test or else validation.',
+  )
   flags.DEFINE_string('layer', 'pre_logits', 'With --checkpoint: the layer to represent.')
   flags.DEFINE_string(
     'output_dir', 'representations', 'With --checkpoint: where to write its files.'
@@ -106,11 +110,17 @@ def main(argv: Sequence[str]) -> None:
       command_line.check_unused(unused, '--heads=det, which has no noise')
     if not F.noise_test and F.test:
       command_line.check_unused(['folds'], '--test')
+    if len(F.splits or ()) > 2:
+      raise ValueError(f'--splits={",".join(F.splits)} must be a training and a test split')
     if F.checkpoint:
       from het_plugin.evaluation import represent  # imports TensorFlow, which files do not need
+      from het_plugin.runs.run import default_split
 
       of_run = F.checkpoint, command_line.gin_settings(), F.dataset, F.output_dir
-      splits = F.splits[:1] if F.noise_test else F.splits
+      if F.noise_test:
+        splits = (F.splits or ['train'])[:1]
+      else:
+        splits = F.splits or ['train', default_split(represent.task_name(F.dataset))]
       train, *test = represent.files_of(*of_run, splits, F.layer)
     if F.noise_test:
       report = tested(train, chosen)

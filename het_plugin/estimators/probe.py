@@ -222,17 +222,18 @@ def probe(
 
 
 def files_of(folder: Path) -> tuple[str, str | None]:
-  """The files train and test in a folder, or its only file."""
+  """The files train and test, or else validation, in a folder, or its only file."""
   files = [*folder.rglob('[!.]*.safetensors'), *folder.rglob('[!.]*.npz')]
   files = sorted(x for x in files if not x.parent.name.startswith('.'))  # of an unfinished split
   if len(files) == 1:
     return str(files[0]), None
-  pair = [x for x in files if x.stem in ('test', 'train')]
-  if [x.stem for x in pair] == ['test', 'train']:
-    return str(pair[1]), str(pair[0])
+  usual = 'train', 'test', 'validation'
+  train, test, validation = ([str(x) for x in files if x.stem == split] for split in usual)
+  if len(train) == len(test or validation) == 1:
+    return train[0], (test or validation)[0]
   raise ValueError(
     f'--train={folder} must have one .safetensors or .npz file, or one named train and one named '
-    f'test; it has {", ".join(map(str, files)) or "none"}: name a file, and another as --test'
+    f'test or validation; it has {", ".join(map(str, files)) or "none"}: name a file, and another as --test'
   )
 
 

@@ -148,8 +148,12 @@ def test_a_folder_of_represent(files, tmp_path):
       path.write_bytes(Path(source).read_bytes())
   (row,) = probe.probe(str(tmp_path), None, settings()).json
   assert row['nll'] == expected['nll']
-  (tmp_path / 'pre_logits/train.npz').rename(tmp_path / 'pre_logits/validation.npz')
-  message = 'one named test; it has .*/test.npz, .*/validation.npz'
+  validation = tmp_path / 'pre_logits/validation.npz'  # of a folder of images
+  (tmp_path / 'pre_logits/test.npz').rename(validation)
+  assert probe.files_of(tmp_path) == (str(tmp_path / 'pre_logits/train.npz'), str(validation))
+  validation.rename(tmp_path / 'pre_logits/test.npz')
+  (tmp_path / 'pre_logits/train.npz').rename(validation)
+  message = 'one named test or validation; it has .*/test.npz, .*/validation.npz'
   with pytest.raises(ValueError, match=message):
     probe.probe(str(tmp_path), None, settings())
   (tmp_path / 'pre_logits/test.npz').unlink()
