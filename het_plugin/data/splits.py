@@ -54,8 +54,8 @@ def resolve(split: str, splits: Mapping[str, int | None], task: str = 'the task'
   name = split.partition('[')[0]
   if name not in splits:
     raise ValueError(
-      f'split={split!r} is not a split of {task}; choose from {sorted(splits)}. EVAL_SPLIT sets '
-      'the split of evaluation in training.'
+      f'split={split!r} is not a split of {task}; choose from {sorted(splits)} '
+      '(EVAL_SPLIT in training, --split of other commands).'
     )
   num_records = splits[name]
   if num_records is None:
