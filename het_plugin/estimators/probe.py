@@ -233,7 +233,8 @@ def files_of(folder: Path) -> tuple[str, str | None]:
     return train[0], (test or validation)[0]
   raise ValueError(
     f'--train={folder} must have one .safetensors or .npz file, or one named train and one named '
-    f'test or validation; it has {", ".join(map(str, files)) or "none"}: name a file, and another as --test'
+    f'test or validation; it has {", ".join(map(str, files)) or "none"}: name a file, and another '
+    'as --test'
   )
 
 
