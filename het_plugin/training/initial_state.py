@@ -1,6 +1,6 @@
 """The initial state of a training: shapes, fresh values, a warm start or a checkpoint."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,14 +51,16 @@ def begin(
   restore_cfg: checkpoints.RestoreCheckpointConfig | None,
   partitioner: partitioning.PjitPartitioner,
   model: Any,
+  names: Sequence[str] | None = None,
 ) -> TrainState:
   """The state at step 0: fresh, or with the parameters of another run if one is given.
 
-  `target` has the shapes and shardings of the state, `axes` its partition specs.
+  `target` has the shapes and shardings of the state, `axes` its partition specs. `names` are
+  the names of the task's classes.
   """
   read = {}
   if restore_cfg is not None:
-    read = warm_start.restore_params(restore_cfg, target.params, model=model)
+    read = warm_start.restore_params(restore_cfg, target.params, model=model, names=names)
   train_state = partitioner.partition(init, (), axes)()
   if read:
     flat = traverse_util.flatten_dict(train_state.params, sep='/')

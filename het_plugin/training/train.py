@@ -192,7 +192,7 @@ def train(
     if restored is None:
       with observer.phase(observer_lib.INITIALISE):
         train_state = initial_state.begin(
-          init, target, axes, checkpoint_cfg.restore, partitioner, model
+          init, target, axes, checkpoint_cfg.restore, partitioner, model, names
         )
       start = checkpoints.RunState(train_state)
     else:

@@ -11,7 +11,7 @@ from etils import epath
 from flax import traverse_util
 
 from het_plugin import weights
-from het_plugin.training import checkpoint_reader
+from het_plugin.training import checkpoint_reader, class_names
 from het_plugin.training.checkpoints import RestoreCheckpointConfig
 
 _log = logging.getLogger(__name__)
@@ -26,13 +26,15 @@ def restore_params(
   target: PyTree,
   arrays: Mapping[str, np.ndarray] | None = None,
   model: Any = None,
+  names: Sequence[str] | None = None,
 ) -> dict[str, jax.Array]:
   """Reads parameters for a warm start; all processes call it together.
 
   The target is the model's parameters as shapes with shardings. The result is {'head/kernel':
   array, ...} on these, without parameters that are to be initialised. `arrays` is the
   content of a published file, if it has been read already. It must have the attention heads, and a
-  head the classes, of the `model`, if it is given.
+  head the classes, of the `model`, if it is given. A head that is kept must have classes of these
+  `names`, if the checkpoint's run has names too.
   """
   flat = traverse_util.flatten_dict(target, sep='/')
   if weights.is_weights_file(cfg.path):
@@ -68,6 +70,8 @@ def restore_params(
         'RestoreCheckpointConfig.assignment_map can rename them'
       )
     saved = {found: saved[found] for found in source.values()}
+  if names and 'head/kernel' in source:
+    _check_classes(cfg, names, class_names.read(path))
   wanted = {found: flat[name] for name, found in source.items()}
   checkpoint_reader.check_match(path, {name: x.shape for name, x in wanted.items()}, saved)
   read = checkpoint_reader.read_params_to(path, wanted, cfg.ema)
@@ -82,6 +86,16 @@ def _checkpoint(cfg: RestoreCheckpointConfig) -> epath.Path:
     what = 'is not a checkpoint' if cfg.mode == 'specific' else 'holds no checkpoint'
     raise ValueError(f'RestoreCheckpointConfig.path={cfg.path} {what} (mode={cfg.mode!r}).')
   return checkpoint_reader.find(path)
+
+
+def _check_classes(
+  cfg: RestoreCheckpointConfig, names: Sequence[str], kept: Sequence[str] | None
+) -> None:
+  """Raises ValueError for other classes: K is padded, so the shapes of W may be the same."""
+  setting = f"RestoreCheckpointConfig.path={cfg.path} (head = 'init' starts the head afresh)"
+  if kept and len(kept) != len(names):
+    raise ValueError(f'{setting} has {len(kept)} classes, and the task has {len(names)}')
+  class_names.check(setting, names, kept)
 
 
 def _source_name(name: str, assignment_map: Sequence[tuple[str, str | None]]) -> str | None:

@@ -9,7 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from het_plugin.training import checkpoint_reader, checkpoints, partitioning, warm_start
+from het_plugin.training import (
+  checkpoint_reader,
+  checkpoints,
+  class_names,
+  partitioning,
+  warm_start,
+)
 from het_plugin.training.state import TrainState
 from tests.training import faulty_run, toy
 from tests.training.toy_run import assert_equal
@@ -266,6 +272,21 @@ def test_warm_start_takes_the_parameters_on_their_shardings(tmp_path):
   read = warm(params, tmp_path)
   assert_equal(read, make_state(seed=2).params)
   assert read['head_kernel'].sharding == params['head_kernel'].sharding
+
+
+def test_a_warm_start_keeps_no_head_of_other_classes(tmp_path):
+  save(tmp_path, 1)
+  class_names.write(tmp_path, ('ant', 'bee', 'wasp'))
+  target = abstract({'head/kernel': make_state().params['head_kernel']})
+  renamed = [('head/kernel', 'head_kernel')]
+  cfg = checkpoints.RestoreCheckpointConfig(str(tmp_path), 'latest', renamed, True)
+  for names, message in (
+    (('bee', 'wasp'), "path=.* \\(head = 'init' .* has 3 classes, and the task has 2"),
+    (('bee', 'ant', 'wasp'), "head = 'init' .*: 'bee' is class 0 here and class 1 "),
+  ):
+    with pytest.raises(ValueError, match=message):
+      warm_start.restore_params(cfg, target, names=names)
+  assert warm_start.restore_params(cfg, target, names=('ant', 'bee', 'wasp'))
 
 
 def test_warm_start_of_a_model_with_other_parameters(tmp_path):
