@@ -99,7 +99,7 @@ class SplitFiles:
     if different and not overwrite:
       raise ValueError(
         f'{path} was made with other settings ({"; ".join(different)}): give another '
-        '--output_dir, or --overwrite to replace it'
+        '--output_dir, or replace it with het_plugin.represent --overwrite'
       )
     return bool(different)
 
