@@ -83,9 +83,8 @@ def check_flags() -> None:
   given = [name for name in _OF_CHECKPOINTS if F[name].present]
   if given and not F.checkpoint:
     raise ValueError(f'--{given[0]} is for --checkpoint, whose representations are computed here')
-  given = [name for name in _OF_FITS if F[name].present]
-  if given and not (F.train or F.checkpoint):
-    raise ValueError(f'--{given[0]} has no effect on --results alone, which are shown as they are')
+  if not (F.train or F.checkpoint):
+    command_line.check_unused(_OF_FITS, '--results alone, which are shown as they are')
   if F.splits is not None and len(F.splits) != 2:
     raise ValueError(f'--splits={",".join(F.splits)} must be a training and a test split')
 

@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     methods = temperature.parse_methods(flags.FLAGS.method)
     for flag, method in _OF_SEARCHES.items():
-      if flags.FLAGS[flag].present and not any(row.startswith(method) for row in methods):
-        raise ValueError(f'--{flag} has no effect on --method={",".join(methods)}: add {method}')
+      if not any(row.startswith(method) for row in methods):
+        command_line.check_unused([flag], f'--method={",".join(methods)}: add {method}')
     grid = temperature.parse_grid(flags.FLAGS.grid)
     output_dir = run_files.local_folder('output_dir', flags.FLAGS.output_dir)
     base = trainings.Training(

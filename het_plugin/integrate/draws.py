@@ -380,8 +380,9 @@ def square(along: jax.Array) -> jax.Array:
 
 
 def next_axis(axes: jax.Array, slope: jax.Array, i: int | jax.Array) -> jax.Array:
-  """The direction [B, T] of slope [B, T] less its part in the span of orthonormal axes [B, m, T],
-  i of which are not 0.
+  """The next axis [B, T], of length 1: slope [B, T] less its part in the span of axes [B, m, T].
+
+  The first i axes are orthonormal, and the others are 0.
   """
   # Where nothing is left of the slope but rounding, a constant sets the axis (see `rotation_to`).
   other = jnp.asarray(_other_axes(axes.shape[-1]), slope.dtype)[i]
