@@ -13,6 +13,7 @@ et al. (2016, https://arxiv.org/abs/1511.06727, section 2.1), theta' is a step o
 momentum, clipping or weight decay, whichever optimizer trains theta.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -60,7 +61,7 @@ def temperature_optimizer(
       'temperature_optimizer.optimizer_def=@with_ema() would leave the temperature out of the '
       'average: set with_ema.optimizer_def = @temperature_optimizer().'
     )
-  return optimizers.OptaxWrapper(optax.partition(parts, labels), optimizer_def.learning_rate_fn)
+  return dataclasses.replace(optimizer_def, optax_optimizer=optax.partition(parts, labels))
 
 
 def _temperature_path(params: PyTree) -> tuple[str, ...]:
@@ -187,9 +188,12 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
     t = flat.pop(path)
 
     def loss(rows: Batch, rng: jax.Array):
-      return lambda theta, t: self._model.loss_fn(
-        traverse_util.unflatten_dict({**theta, path: t}), rows, rng
-      )
+      def of(theta: PyTree, t: jax.Array):
+        params = traverse_util.unflatten_dict({**theta, path: t})
+        params = optimizers.stop_frozen(train_state.optimizer_def, params)
+        return self._model.loss_fn(params, rows, rng)
+
+      return of
 
     losses = loss(train_rows, step_rng), loss(held_out_rows, jax.random.fold_in(step_rng, 1))
     step_size = None if self._estimator == SIMPLE else step_lib.learning_rate(train_state)

@@ -24,11 +24,13 @@ class OptaxWrapper:
     learning_rate_fn: step -> learning rate, the schedule inside `optax_optimizer`, for logging;
       None if unknown.
     evaluates_ema: whether evaluation uses the average that `with_ema` keeps.
+    frozen_params: regular expression of the parameters that keep their value, see `adamw`.
   """
 
   optax_optimizer: optax.GradientTransformation
   learning_rate_fn: optax.Schedule | None = None
   evaluates_ema: bool = False
+  frozen_params: str | None = None
 
 
 def adamw(
@@ -58,7 +60,8 @@ def adamw(
       ('head/kernel'). The default leaves out temperature, norms, biases and embeddings.
     clip_norm: gradients are scaled down to this global norm before Adam; None for no clipping.
     frozen_params: regular expression; parameters keep their value if it is found in their path
-      ('^backbone/'). They have no moments and do not count in the norm. None freezes nothing.
+      ('^backbone/'). They have no moments and no gradient, so that a frozen backbone costs no
+      backward pass. None freezes nothing.
     learning_rate_factors: (regular expression, factor): the learning rate of a parameter is
       multiplied by the factor of the first pattern that is found in its path, a number or a
       schedule such as `learning_rates.unfreeze_at`.
@@ -125,7 +128,7 @@ def adamw(
   optimizer = optax.chain(*parts)
   if frozen_params is not None:
     optimizer = optax.partition({'trained': optimizer, 'frozen': optax.set_to_zero()}, freezes)
-  return OptaxWrapper(optimizer, learning_rate_fn=schedule)
+  return OptaxWrapper(optimizer, learning_rate_fn=schedule, frozen_params=frozen_params)
 
 
 def factored_rms() -> optax.GradientTransformation:
@@ -184,6 +187,16 @@ def with_ema(
 def evaluates_ema(optimizer_def: Any) -> bool:
   """Whether evaluation uses the average of `with_ema`; False for optimizers that are not ours."""
   return getattr(optimizer_def, 'evaluates_ema', False)
+
+
+def stop_frozen(optimizer_def: Any, params: PyTree) -> PyTree:
+  """The parameters, of which those that the optimizer keeps have no gradient."""
+  pattern = getattr(optimizer_def, 'frozen_params', None)  # optimizers that are not ours have none
+  if pattern is None:
+    return params
+  mask = learning_rates.matching(pattern, params, 'frozen_params')
+  stop = jax.lax.stop_gradient
+  return jax.tree.map(lambda p, is_frozen: stop(p) if is_frozen else p, params, mask)
 
 
 def ema_params(opt_state: PyTree) -> PyTree:

@@ -44,19 +44,26 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
 
 
 def accumulate_grads_microbatched(
-  model: Any, params: PyTree, batch: Batch, dropout_rng: jax.Array, num_microbatches: int | None
+  model: Any,
+  train_state: TrainState,
+  batch: Batch,
+  dropout_rng: jax.Array,
+  num_microbatches: int | None,
 ) -> tuple[PyTree, Metrics]:
-  """Gradients, float32 and shaped as params, and metrics of the whole batch [B, ...].
+  """Gradients, float32 and shaped as the parameters, and metrics of the whole batch [B, ...].
 
+  Those of frozen parameters are 0.
   Microbatches are computed one after the other, which changes only rounding. B must be divisible by
   `num_microbatches` times the size of the data axis.
   """
 
-  def value_and_grad(microbatch: Batch) -> tuple[PyTree, Metrics]:
+  def loss(params: PyTree, microbatch: Batch) -> tuple[jax.Array, Metrics]:
+    params = optimizers.stop_frozen(train_state.optimizer_def, params)
     # The same key for all microbatches: the model draws noise per example, keyed by batch['index'].
-    (_, metrics), grads = jax.value_and_grad(model.loss_fn, has_aux=True)(
-      params, microbatch, dropout_rng
-    )
+    return model.loss_fn(params, microbatch, dropout_rng)
+
+  def value_and_grad(microbatch: Batch) -> tuple[PyTree, Metrics]:
+    (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(train_state.params, microbatch)
     return jax.tree.map(lambda g: g.astype(jnp.float32), grads), metrics
 
   if num_microbatches is None or num_microbatches == 1:
@@ -73,7 +80,7 @@ def accumulate_grads_microbatched(
     grad_sum = jax.tree.map(lambda total, g: total + weight * g, grad_sum, grads)
     return (grad_sum, weight_sum + weight), metrics
 
-  zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+  zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), train_state.params)
   (grad_sum, weight_sum), stacked = lax.scan(
     step, (zeros, jnp.zeros((), jnp.float32)), split_microbatches(batch, num_microbatches)
   )
@@ -232,7 +239,7 @@ class Trainer:
 
     def of(model: Any) -> Callable[[], tuple[PyTree, Metrics]]:
       return lambda: accumulate_grads_microbatched(
-        model, train_state.params, batch, step_rng, self.num_microbatches
+        model, train_state, batch, step_rng, self.num_microbatches
       )
 
     if not self._noise_start:

@@ -1,4 +1,5 @@
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -210,7 +211,11 @@ def test_microbatches_change_nothing_where_images_are_routed_alone():
   whole, parts = (
     mesh.partition(
       lambda params, batch, n=n: step.accumulate_grads_microbatched(
-        model, params, batch, jax.random.key(2), n
+        model,
+        types.SimpleNamespace(params=params, optimizer_def=None),
+        batch,
+        jax.random.key(2),
+        n,
       ),
       (None, mesh.data_partition_spec),
       None,
