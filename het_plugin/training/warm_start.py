@@ -75,7 +75,7 @@ def restore_params(
   wanted = {found: flat[name] for name, found in source.items()}
   checkpoint_reader.check_match(path, {name: x.shape for name, x in wanted.items()}, saved)
   read = checkpoint_reader.read_params_to(path, wanted, cfg.ema)
-  _log.info('Initial parameters from %s: %d of %d.', path, len(source), len(flat))
+  _log.info('Parameters from %s: %d of %d.', path, len(source), len(flat))
   return {name: read[found] for name, found in source.items()}
 
 
