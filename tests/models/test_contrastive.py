@@ -1,6 +1,7 @@
 """Contrastive learning on t5x's model surface."""
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import traverse_util
+from scipy import special
 
 from het_plugin.backbones import Mlp, TextTransformer, ViT
 from het_plugin.heads import ContrastiveDet, ContrastiveHetXL, Det
@@ -35,6 +37,20 @@ def make_model(head='det', **settings):
   return ContrastiveModel(**settings)
 
 
+class OwnTextTower(nn.Module):
+  vocab_size: int = 40
+  pre_logits_dim: int = 4
+
+  @nn.compact
+  def __call__(self, text, train=False):
+    return nn.Embed(self.vocab_size, self.pre_logits_dim)(text).mean(1), {}
+
+
+def small_model(head, **settings):
+  """With towers that compile in no time, for what only the head and the loss do."""
+  return make_model(head, backbone=Mlp((4,)), text_tower=OwnTextTower(), **settings)
+
+
 def make_batch(rows=B, seed=0):
   rng = np.random.default_rng(seed)
   text = rng.integers(2, 40, (rows, 6)).astype(np.int32)
@@ -48,9 +64,14 @@ def make_batch(rows=B, seed=0):
 
 
 def initial(model, batch):
-  shapes = {name: x.shape for name, x in batch.items()}
-  init = jax.jit(lambda key: model.get_initial_variables(key, shapes)['params'])
-  return init(jax.random.key(0))
+  shapes = batch['image'].shape[1:], batch['text'].shape[1:]
+  return initial_params(model.module, *shapes)
+
+
+@functools.cache
+def initial_params(module, *shapes):
+  image, text = (np.zeros((1, *shape), x) for shape, x in zip(shapes, 'fi', strict=True))
+  return jax.jit(module.init)(jax.random.key(0), image, text)['params']
 
 
 def values(metrics):
@@ -61,9 +82,21 @@ def values(metrics):
 def test_the_loss_is_equation_6():
   model, batch = make_model(), make_batch()
   params = initial(model, batch)
-  loss, metrics = jax.jit(model.eval_fn)(params, batch)
-  alpha = np.asarray(model.image_embeddings(params, batch), np.float64)
-  beta = np.asarray(model.text_embeddings(params, batch['text']), np.float64)
+
+  @jax.jit
+  def found(params, batch):
+    alpha, beta = (
+      model.image_embeddings(params, batch),
+      model.text_embeddings(params, batch['text']),
+    )
+    scores, predicted = (
+      model.score_batch(params, batch),
+      model.predict_batch_with_aux(params, batch),
+    )
+    return alpha, beta, scores, predicted, model.eval_fn(params, batch)
+
+  alpha, beta, scores, (embeddings, aux), (loss, metrics) = found(params, batch)
+  alpha, beta = np.asarray(alpha, np.float64), np.asarray(beta, np.float64)
   np.testing.assert_allclose(np.linalg.norm(alpha, axis=1), 1, rtol=1e-5)
   u = 10.0 * alpha @ beta.T
   image_to_text = np.log(np.exp(u).sum(1)) - np.diag(u)
@@ -76,22 +109,17 @@ def test_the_loss_is_equation_6():
   assert got['precision_at_1/image_to_text'] == np.mean(u.argmax(1) == np.arange(B))
   assert got['logit_scale'] == pytest.approx(10.0)
   assert got['tau'] == pytest.approx(0.1)
-  scores = model.score_batch(params, batch)
   np.testing.assert_allclose(scores, -(image_to_text + text_to_image) / 2, rtol=1e-4)
-  embeddings, aux = model.predict_batch_with_aux(params, batch)
   np.testing.assert_allclose(embeddings, alpha, atol=1e-6)
   np.testing.assert_allclose(aux['text'], beta, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_masked_rows_do_not_matter():
-  model, batch = make_model('het_xl'), make_batch()
+  model, batch = small_model('het_xl'), make_batch()
   params = initial(model, batch)
-  rng = jax.random.key(3)
-
-  def value_and_grad(batch):
-    return jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, rng)[0]))(params, batch)
-
+  step = jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, jax.random.key(3))[0]))
+  value_and_grad = functools.partial(step, params)
   padded = make_batch(B + 8, seed=5)
   for name, x in batch.items():
     padded[name][:B] = x
@@ -105,7 +133,7 @@ def test_masked_rows_do_not_matter():
 
 @pytest.mark.slow
 def test_noise_is_of_training_and_follows_the_examples():
-  model, batch = make_model('het_xl'), make_batch()
+  model, batch = small_model('het_xl'), make_batch()
   params = initial(model, batch)
   loss = jax.jit(lambda p, b, key: model.loss_fn(p, b, key)[0])
   first = loss(params, batch, jax.random.key(1))
@@ -116,13 +144,13 @@ def test_noise_is_of_training_and_follows_the_examples():
   np.testing.assert_allclose(loss(params, shuffled, jax.random.key(1)), first, rtol=1e-5)
   # Without a key, as at evaluation: no noise, whatever the covariance is.
   plain = jax.jit(lambda p, b: model.loss_fn(p, b, None)[0])(params, batch)
-  without = make_model('det')
+  without = small_model('det')
   without.head = dataclasses.replace(HEADS['det'], temperature=HEADS['het_xl'].temperature)
   without.module = without.module.clone(head=without.head)
   flat = {name: tree for name, tree in params.items() if name != 'head'}
   flat['head'] = {'temperature': params['head']['temperature']}
   np.testing.assert_allclose(jax.jit(without.eval_fn)(flat, batch)[0], plain, rtol=1e-5)
-  noisy = make_model('het_xl', eval_integrator=Integrator(num_samples=8))
+  noisy = small_model('het_xl', eval_integrator=Integrator(num_samples=8))
   assert abs(jax.jit(noisy.eval_fn)(params, batch)[0] - plain) > 1e-5
 
 
@@ -138,25 +166,27 @@ def test_a_locked_tower_has_no_gradient_and_its_projection_has():
       assert not np.any(x), name
   assert np.any(flat['image_projection/kernel'])
   assert np.any(flat['text_tower/embedding'])
-  assert model.image_embeddings(params, batch).shape == (B, 10)
+  assert jax.eval_shape(model.image_embeddings, params, batch).shape == (B, 10)
 
 
 @pytest.mark.slow
 def test_a_step_is_the_same_on_every_mesh():
   """The loss compares all of the batch, over all devices."""
   batch = make_batch()
-  results = []
+  # The mesh test of tests/models/test_classification.py has a ViT.
+  model = make_model('het_xl', backbone=Mlp((16,)), optimizer_def=optimizers.adamw(1e-2, eps=1e-3))
+  shapes = {name: x.shape for name, x in batch.items()}
+
+  @jax.jit
+  def init():
+    variables = model.get_initial_variables(jax.random.key(0), shapes)
+    return TrainState.create(model.optimizer_def, variables)
+
+  initial_state, results = jax.device_get(init()), []
   for num_partitions in (1, 4):
-    model = make_model('het_xl', optimizer_def=optimizers.adamw(1e-2, eps=1e-3))
     partitioner = partitioning.PjitPartitioner(num_partitions=num_partitions)
-    shapes = {name: x.shape for name, x in batch.items()}
-
-    def init(model=model, shapes=shapes):
-      variables = model.get_initial_variables(jax.random.key(0), shapes)
-      return TrainState.create(model.optimizer_def, variables)
-
     axes = partitioner.get_mesh_axes(jax.eval_shape(init))
-    state = partitioner.partition(init, (), axes)()
+    state = jax.device_put(initial_state, partitioner.shardings(axes))
     steps = step_lib.Trainer(model, partitioner, axes, jax.random.key(2))
     spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
     placed = jax.tree.map(
@@ -173,22 +203,18 @@ def test_a_step_is_the_same_on_every_mesh():
 def test_zero_shot_probabilities():
   model, batch = make_model('het_xl'), make_batch()
   params = initial(model, batch)
-  classes = model.text_embeddings(params, make_batch(7, seed=9)['text'])
-  log_prob = model.class_log_prob(params, batch, classes, 0)
-  scores = 3.0 * np.asarray(model.image_embeddings(params, batch)) @ np.asarray(classes).T
-  np.testing.assert_allclose(log_prob, jax.nn.log_softmax(scores), atol=1e-5)
-  sampled = model.class_log_prob(params, batch, classes, 500)
+
+  @jax.jit
+  def found(params, batch, text):
+    classes = model.text_embeddings(params, text)
+    log_prob, sampled = (model.class_log_prob(params, batch, classes, n) for n in (0, 500))
+    return classes, model.image_embeddings(params, batch), log_prob, sampled
+
+  classes, images, log_prob, sampled = found(params, batch, make_batch(7, seed=9)['text'])
+  scores = 3.0 * np.asarray(images) @ np.asarray(classes).T
+  np.testing.assert_allclose(log_prob, special.log_softmax(scores, axis=-1), atol=1e-5)
   np.testing.assert_allclose(np.exp(sampled).sum(-1), 1, rtol=1e-4)
   assert np.abs(sampled - log_prob).max() > 1e-3
-
-
-class OwnTextTower(nn.Module):
-  vocab_size: int = 40
-  pre_logits_dim: int = 4
-
-  @nn.compact
-  def __call__(self, text, train=False):
-    return nn.Embed(self.vocab_size, self.pre_logits_dim)(text).mean(1), {}
 
 
 def test_count_params_of_another_text_tower():
