@@ -43,6 +43,7 @@ def task(num_classes=NUM_CLASSES, multi_label=False):
 SAMPLED = Integrator(num_samples=16, sampler='iid')
 
 
+@functools.cache
 def make_model(head='het_xl', backbone=BACKBONE, link='softmax', eval_integrator=SAMPLED, **kwargs):
   head = HEADS[head] if isinstance(head, str) else head
   return ClassificationModel(
@@ -69,9 +70,15 @@ def make_batch(rows=8, num_labels=1, seed=0):
 
 def make_params(model, batch):
   """Initial parameters, moved off the values at which parts of the model are switched off."""
-  shapes = {name: x.shape for name, x in batch.items()}
-  init = jax.jit(lambda key: model.get_initial_variables(key, shapes)['params'])
-  return perturbed(init(jax.random.key(0)))
+  return initial_params(model.backbone, model.head.clone(link='softmax'), batch['image'].shape[1:])
+
+
+@functools.cache
+def initial_params(backbone, head, image_shape):
+  def init(key):
+    return make_model(head, backbone).get_initial_variables(key, {'image': (1, *image_shape)})
+
+  return perturbed(jax.jit(init)(jax.random.key(0))['params'])
 
 
 def rows_of(batch, rows):
@@ -79,17 +86,23 @@ def rows_of(batch, rows):
 
 
 @functools.cache
-def grad_of(model):
-  return jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, STEP_KEY)[0]))
+def steps_of(model):
+  """Compiled once for all tests: (params, batch, key) -> ((loss, metrics), gradient) of training,
+  and (params, batch) -> (loss, metrics) of evaluation.
+  """
+  train = jax.jit(jax.value_and_grad(model.loss_fn, has_aux=True))
+  return lambda params, batch, key=STEP_KEY: train(params, batch, key), jax.jit(model.eval_fn)
 
 
 def loss_and_grads(model, params, batch):
-  return grad_of(model)(params, batch)
+  (loss, _), gradient = steps_of(model)[0](params, batch)
+  return loss, gradient
 
 
-def steps_of(model):
-  """The training and the evaluation step, (params, batch) -> (loss, metrics), compiled."""
-  return jax.jit(lambda p, b: model.loss_fn(p, b, STEP_KEY)), jax.jit(model.eval_fn)
+def both_steps(model, params, batch):
+  """(loss, metrics) of training and of evaluation."""
+  train, evaluate = steps_of(model)
+  return train(params, batch)[0], evaluate(params, batch)
 
 
 def computed(metrics):
@@ -102,7 +115,7 @@ def assert_trees_close(actual, expected, **tolerance):
 
 @pytest.mark.slow
 def test_gradients_reach_every_parameter():
-  model, batch = make_model(), make_batch()
+  model, batch = make_model('het_xl', link='softmax'), make_batch()
   _, grads = loss_and_grads(model, make_params(model, batch), batch)
   for name, grad in traverse_util.flatten_dict(grads, sep='/').items():
     assert np.isfinite(grad).all(), name
@@ -115,16 +128,16 @@ def test_gradients_reach_every_parameter():
 def test_padded_classes_never_count():
   model, batch = make_model('het_xl', link='sigmoid'), make_batch()
   params = make_params(model, batch)
-  logits, _ = model.module.apply({'params': params}, batch['image'])
-  batch['label'] = np.asarray(jnp.argmax(logits.location[:, :NUM_CLASSES], -1, keepdims=True))
+  location = np.asarray(jax.jit(lambda p, b: model.logits(p, b).location)(params, batch))
+  batch['label'] = location[:, :NUM_CLASSES].argmax(-1, keepdims=True).astype(np.int32)
   bias = params['head']['bias']
   assert bias.shape == (PADDED_CLASSES,)
   tempting = {**params, 'head': {**params['head'], 'bias': bias.at[NUM_CLASSES:].set(50.0)}}
-  for step in steps_of(model):
-    values = computed(step(params, batch)[1])
-    assert values['precision_at_1'] > 0
-    assert computed(step(tempting, batch)[1]) == values
-  top, aux = model.predict_batch_with_aux(tempting, batch)
+  steps = (both_steps(model, p, batch) for p in (params, tempting))
+  for (_, metrics), (_, tempted) in zip(*steps, strict=True):
+    assert computed(metrics)['precision_at_1'] > 0
+    assert computed(tempted) == computed(metrics)
+  top, aux = jax.jit(model.predict_batch_with_aux)(tempting, batch)
   assert top.max() < NUM_CLASSES
   assert aux['top5'].max() < NUM_CLASSES
   _, grads = loss_and_grads(model, tempting, batch)
@@ -135,11 +148,11 @@ def test_padded_classes_never_count():
 @pytest.mark.slow
 @pytest.mark.parametrize('link, garbage_label', [('softmax', -1), ('sigmoid', 3)])
 def test_padding_rows_change_nothing(link, garbage_label):
-  model, batch = make_model(link=link), make_batch(rows=6)
+  model, batch = make_model('het_xl', link=link), make_batch(rows=2)
   params = make_params(model, batch)
-  padding = make_batch(rows=2, seed=9)
-  padding['mask'] = np.zeros(2, np.float32)
-  padding['label'] = np.full((2, 1), garbage_label, np.int32)
+  padding = make_batch(rows=6, seed=9)
+  padding['mask'] = np.zeros(6, np.float32)
+  padding['label'] = np.full((6, 1), garbage_label, np.int32)
   padded = {name: np.concatenate([batch[name], padding[name]]) for name in batch}
   assert_trees_close(
     loss_and_grads(model, params, padded),
@@ -147,9 +160,9 @@ def test_padding_rows_change_nothing(link, garbage_label):
     rtol=1e-5,
     atol=1e-6,
   )
-  for step in steps_of(model):
-    (loss, metrics), (expected_loss, expected) = step(params, padded), step(params, batch)
-    assert int(metrics['loss'].count) == 6
+  of_both = (both_steps(model, params, b) for b in (padded, batch))
+  for (loss, metrics), (expected_loss, expected) in zip(*of_both, strict=True):
+    assert int(metrics['loss'].count) == 2
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     for name, value in computed(expected).items():
       np.testing.assert_allclose(float(metrics[name].compute()), value, rtol=1e-5, err_msg=name)
@@ -157,7 +170,7 @@ def test_padding_rows_change_nothing(link, garbage_label):
 
 @pytest.mark.slow
 def test_a_batch_of_padding_only_has_no_loss_and_no_gradient():
-  model, batch = make_model(), make_batch()
+  model, batch = make_model('het_xl', link='softmax'), make_batch()
   batch['mask'] = np.zeros_like(batch['mask'])
   loss, grads = loss_and_grads(model, make_params(model, batch), batch)
   assert float(loss) == 0
@@ -166,7 +179,7 @@ def test_a_batch_of_padding_only_has_no_loss_and_no_gradient():
 
 @pytest.mark.slow
 def test_neither_order_nor_microbatches_change_the_step():
-  model, batch = make_model(), make_batch()
+  model, batch = make_model('het_xl', link='softmax'), make_batch()
   params = make_params(model, batch)
   expected = loss_and_grads(model, params, batch)
   shuffled = rows_of(batch, np.random.default_rng(0).permutation(8))
@@ -181,12 +194,12 @@ def test_neither_order_nor_microbatches_change_the_step():
 
 @pytest.mark.slow
 def test_evaluation_does_not_depend_on_the_batches():
-  model, batch = make_model(), make_batch()
+  model, batch = make_model('het_xl', link='softmax'), make_batch()
   params = make_params(model, batch)
-  eval_fn = jax.jit(model.eval_fn)
+  _, eval_fn = steps_of(model)
   whole = computed(eval_fn(params, batch)[1])
-  first = eval_fn(params, rows_of(batch, slice(0, 1)))[1]
-  last = eval_fn(params, rows_of(batch, slice(1, 8)))[1]
+  first = eval_fn(params, rows_of(batch, slice(0, 2)))[1]
+  last = eval_fn(params, batch | {'mask': np.float32(np.arange(8) >= 2)})[1]
   merged = computed({name: first[name].merge(last[name]) for name in first})
   assert merged.keys() == {'loss', 'nll', 'precision_at_1', 'ece', 'tau'}
   for name, value in whole.items():
@@ -195,13 +208,11 @@ def test_evaluation_does_not_depend_on_the_batches():
 
 @pytest.mark.slow
 def test_keys_decide_the_noise():
-  model, batch = make_model(), make_batch()
+  model, batch = make_model('het_xl', link='softmax'), make_batch()
   params = make_params(model, batch)
 
-  step = jax.jit(model.loss_fn)
-
   def loss(key, batch=batch):
-    return float(step(params, batch, key)[0])
+    return float(steps_of(model)[0](params, batch, key)[0][0])
 
   moved = {**batch, 'index': batch['index'] + 1}
   raw = jax.random.PRNGKey(3)  # as t5x passes it
@@ -210,9 +221,9 @@ def test_keys_decide_the_noise():
   assert loss(STEP_KEY) != loss(STEP_KEY, moved)
 
   def eval_loss(model, batch=batch):
-    return float(model.eval_fn(params, batch)[0])
+    return float(steps_of(model)[1](params, batch)[0])
 
-  assert eval_loss(model) == eval_loss(make_model())
+  assert eval_loss(model) == eval_loss(model)
   assert eval_loss(model) != eval_loss(make_model(eval_seed=1))
   assert eval_loss(model) != eval_loss(model, moved)
 
@@ -222,30 +233,32 @@ def test_dropout_acts_in_training_only_and_follows_the_key():
   model = make_model('det', backbone=BACKBONE.clone(dropout=0.5))
   batch = make_batch()
   params = make_params(model, batch)
-  loss = [float(model.loss_fn(params, batch, jax.random.key(seed))[0]) for seed in (0, 0, 1)]
+  loss_fn = jax.jit(model.loss_fn)
+  loss = [float(loss_fn(params, batch, jax.random.key(seed))[0]) for seed in (0, 0, 1)]
   assert loss[0] == loss[1] != loss[2]
-  expected = float(make_model('det').eval_fn(params, batch)[0])
-  assert float(model.eval_fn(params, batch)[0]) == expected
-  assert float(model.loss_fn(params, batch, None)[0]) == expected  # t5x's deterministic mode
+  expected = float(jax.jit(make_model('det').eval_fn)(params, batch)[0])
+  assert float(jax.jit(model.eval_fn)(params, batch)[0]) == expected
+  assert float(loss_fn(params, batch, None)[0]) == expected  # t5x's deterministic mode
 
 
 @pytest.mark.slow
 def test_index_and_mask_are_optional():
-  model, batch = make_model(), make_batch()
+  model, batch = make_model('het_xl', link='softmax'), make_batch()
   params = make_params(model, batch)
   bare = {name: batch[name] for name in ('image', 'label')}
   full = {**batch, 'index': np.arange(8, dtype=np.int32)}
-  for step in steps_of(model):
-    assert computed(step(params, bare)[1]) == computed(step(params, full)[1])
+  of_both = (both_steps(model, params, b) for b in (bare, full))
+  for (_, metrics), (_, expected) in zip(*of_both, strict=True):
+    assert computed(metrics) == computed(expected)
 
 
 @pytest.mark.slow
 def test_loss_normalizing_factor_divides_the_sum():
   batch = make_batch()
-  model, summed = make_model(), make_model(loss_normalizing_factor=4.0)
+  model, summed = make_model('het_xl', link='softmax'), make_model(loss_normalizing_factor=4.0)
   params = make_params(model, batch)
-  mean, _ = model.loss_fn(params, batch, STEP_KEY)
-  loss, metrics = summed.loss_fn(params, batch, STEP_KEY)
+  mean, _ = loss_and_grads(model, params, batch)
+  loss, metrics = jax.jit(summed.loss_fn)(params, batch, STEP_KEY)
   np.testing.assert_allclose(loss, mean * 8 / 4, rtol=1e-6)
   np.testing.assert_allclose(metrics['loss'].compute(), mean, rtol=1e-6)
   with pytest.raises(ValueError, match='loss_normalizing_factor=0 must be positive'):
@@ -259,27 +272,32 @@ def test_multi_label_metrics_and_scores(link, integrator):
   model = make_model('het', link=link, eval_integrator=integrator)
   batch = make_batch(num_labels=3)
   params = make_params(model, batch)
-  loss, metrics = model.eval_fn(params, batch)
-  top = np.asarray(model.predict_batch(params, batch))
+
+  @jax.jit
+  def found(params, batch):
+    keys = example_keys(jax.random.key(0), batch['index'])
+    log_prob = integrator.log_prob(model.logits(params, batch), keys)
+    of_model = (f(params, batch) for f in (model.predict_batch, model.score_batch, model.eval_fn))
+    return log_prob[:, :NUM_CLASSES], *of_model
+
+  log_prob, top, scores, (loss, metrics) = found(params, batch)
+  log_prob, top = np.asarray(log_prob), np.asarray(top)
   same = [t == row[row >= 0] for (t,), row in zip(top, batch['label'], strict=True)]
   correct = [x.any() if link == 'sigmoid' else x.mean() for x in same]
   np.testing.assert_allclose(metrics['precision_at_1'].compute(), np.mean(correct), rtol=1e-6)
 
-  logits, _ = model.module.apply({'params': params}, batch['image'])
-  keys = example_keys(jax.random.key(0), batch['index'])
-  log_prob = model.eval_integrator.log_prob(logits, keys)[:, :NUM_CLASSES]
   on = (batch['label'][:, :, None] == np.arange(NUM_CLASSES)).any(1)  # [B, K]
   if link == 'sigmoid':
     expected = np.where(on, log_prob, np.log1p(-np.exp(log_prob))).sum(-1)
   else:
     expected = (on * log_prob).sum(-1) / on.sum(-1)
-  np.testing.assert_allclose(model.score_batch(params, batch), expected, rtol=1e-4)
+  np.testing.assert_allclose(scores, expected, rtol=1e-4)
   np.testing.assert_allclose(metrics['nll'].compute(), -expected.mean(), rtol=1e-4)
   np.testing.assert_allclose(loss, -expected.mean(), rtol=1e-4)
 
 
 def test_predictions_and_scores_agree():
-  model, batch = make_model(), make_batch()
+  model, batch = make_model('het_xl', link='softmax'), make_batch()
   params = make_params(model, batch)
   top, aux = model.predict_batch_with_aux(params, batch)
   assert (top.shape, top.dtype) == ((8, 1), jnp.int32)
@@ -300,32 +318,32 @@ def test_predictions_and_scores_agree():
 
 
 def test_fixed_draws_make_the_loss_a_function_of_the_parameters():
-  model, batch = make_model(HEADS['het']), make_batch()
-  params = make_params(model, batch)
-  losses = {}
-  for model.fixed_draws in (False, True):
-    losses[model.fixed_draws] = [
-      model.loss_fn(params, batch, jax.random.key(step))[0] for step in range(2)
-    ]
+  batch, losses = make_batch(), {}
+  for fixed in (False, True):
+    model = make_model('het', fixed_draws=fixed)
+    loss_fn, params = jax.jit(model.loss_fn), make_params(model, batch)
+    losses[fixed] = [loss_fn(params, batch, jax.random.key(step))[0] for step in range(2)]
   assert losses[False][0] != losses[False][1]
   assert losses[True][0] == losses[True][1]
 
 
 @pytest.mark.slow
 def test_representations_and_intermediates():
-  model, batch = make_model(backbone=BACKBONE.clone(depth=2)), make_batch()
-  params = make_params(model, batch)
-  found = model.representations(params, batch, layers=('pre_logits', 'block01'))
+  model = make_model(backbone=BACKBONE.clone(depth=2), eval_integrator=Location())
+  batch = make_batch()
+  params, layers = make_params(model, batch), ('pre_logits', 'block01')
+  found = jax.jit(lambda p, b: model.representations(p, b, layers=layers))(params, batch)
   assert {name: x.shape for name, x in found.items()} == {
     'pre_logits': (8, 12),
     'block01': (8, 4, 16),
   }
-  scores, intermediates = model.score_batch(params, batch, return_intermediates=True)
-  np.testing.assert_array_equal(scores, model.score_batch(params, batch))
+  score = jax.jit(model.score_batch, static_argnames='return_intermediates')
+  scores, intermediates = score(params, batch, return_intermediates=True)
+  np.testing.assert_array_equal(scores, score(params, batch))
   (pre_logits,) = intermediates['pre_logits']
   np.testing.assert_allclose(pre_logits, found['pre_logits'], rtol=1e-6)
   with pytest.raises(ValueError, match='block99.* choose from patches, block00, block01, .*pre_l'):
-    model.representations(params, batch, layers=('block99',))
+    jax.eval_shape(lambda: model.representations(params, batch, layers=('block99',)))
 
 
 def test_validate_names_what_does_not_fit():
@@ -356,17 +374,21 @@ def test_parameters_are_counted_without_padding():
 
 @pytest.mark.slow
 def test_a_mesh_does_not_change_loss_gradients_or_predictions():
-  model, batch = make_model(), make_batch()
+  model, batch = make_model('het_xl', link='softmax'), make_batch()
   params = make_params(model, batch)
 
   def step(params, batch):
-    loss, grads = jax.value_and_grad(lambda p: model.loss_fn(p, batch, STEP_KEY)[0])(params)
-    return loss, grads, model.eval_fn(params, batch), model.predict_batch(params, batch)
+    train, evaluate = steps_of(model)
+    return train(params, batch), evaluate(params, batch), model.predict_batch(params, batch)
 
+  train, evaluate = steps_of(model)
+  expected = (
+    train(params, batch),
+    evaluate(params, batch),
+    jax.jit(model.predict_batch)(params, batch),
+  )
   cut = [(name, 'model') for name in ('vocab', 'mlp', 'joined_kv')]
-  rules = [('batch', 'data'), *cut, ('embed', None)]
-  expected = jax.jit(step)(params, batch)
-  with on_mesh(make_mesh(2, 4), rules):
+  with on_mesh(make_mesh(2, 4), [('batch', 'data'), *cut, ('embed', None)]):
     actual = jax.jit(step)(params, batch)
   assert_trees_close(actual, expected, rtol=1e-4, atol=1e-5)
 
