@@ -57,6 +57,7 @@ def test_the_first_order_is_that_of_the_integral(link):
 
 
 def labels(kind, n=4000):
+  """Of one length, two directions and D = 4 in all tests, which so share programs."""
   rng = np.random.default_rng(1)
   x = rng.normal(size=(n, 4)).astype(np.float32)
   w = 2.0 * rng.normal(size=(4, K))
@@ -70,8 +71,8 @@ def labels(kind, n=4000):
 
 @pytest.mark.slow
 def test_gains_where_there_is_noise_and_none_where_there_is_not():
-  settings = {'num_factors': 2, 'progress': False, 'C': 10.0}
-  of_noise = {t.name: t.row() for t in noise_test(*labels('noise', 8000), **settings).tested}
+  settings = {'heads': ['het', 'het_xl'], 'num_factors': 2, 'progress': False, 'C': 10.0}
+  of_noise = {t.name: t.row() for t in noise_test(*labels('noise'), **settings).tested}
   for head in ('het', 'het_xl'):
     assert of_noise[head]['gain'] > 3 * of_noise[head]['stderr'] > 0
     assert of_noise[head]['constant'] > 0 and of_noise[head]['price'] > 0
@@ -85,31 +86,31 @@ def test_gains_where_there_is_noise_and_none_where_there_is_not():
 
 @pytest.mark.slow
 def test_several_labels_and_a_given_location():
-  x, y = labels('noise', 600)
-  rng = np.random.default_rng(0)
-  settings = {'heads': ['het_xl'], 'num_factors': 1, 'progress': False}
-  votes = np.stack([y, np.where(rng.random(600) < 0.5, y, -1)], axis=1)
-  assert noise_test(x, votes, target='votes', **settings).nll > 0
+  x, y = labels('noise')
+  settings = {'heads': ['het_xl'], 'num_factors': 2, 'progress': False}
   shares = 0.9 * np.eye(K)[y] + 0.1 / K
   assert noise_test(x, shares, **settings).nll > 0
   on = np.eye(K, dtype=int)[y]
-  assert noise_test(x, on, **settings).tested[0].gain.shape == (600,)
+  assert noise_test(x, on, **settings).tested[0].gain.shape == (4000,)
   # DET's own optimum, given, is refitted by little.
   from het_plugin.estimators import DetClassifier
 
   det = DetClassifier(C=1.0).fit(x, y)
   given = det.coef_.T, det.intercept_
-  found = noise_test(x, y, location=given, C=1e-4, **settings)
+  twice = np.random.default_rng(0).random(len(y)) < 0.5
+  votes = np.stack([y, np.where(twice, y, -1)], axis=1)
+  found = noise_test(x, votes, target='votes', location=given, C=1e-4, **settings)
   assert found.refit is not None and abs(found.refit.mean()) < 0.01
   assert found.nll == pytest.approx(det.nll(x, y).mean(), abs=0.01)
 
 
 @pytest.mark.slow
 def test_the_main_and_its_errors(tmp_path, run_main):
-  x, y = labels('noise', 1000)
+  x, y = labels('noise')
   np.savez(tmp_path / 'rows.npz', features=x, label=y)
   train = f'--train={tmp_path}/rows.npz'
-  printed = run_main(probe_main, train, '--noise_test', '--folds=2', f'--json={tmp_path}/out.json')
+  flags = '--folds=2', '--num_factors=2', f'--json={tmp_path}/out.json'
+  printed = run_main(probe_main, train, '--noise_test', *flags)
   rows = json.loads((tmp_path / 'out.json').read_text())
   assert [row['head'] for row in rows] == ['het', 'het_h', 'het_xl', HIDDEN]
   gain = next(row['gain'] for row in rows if row['head'] == 'het_xl')
@@ -119,10 +120,10 @@ def test_the_main_and_its_errors(tmp_path, run_main):
     '--C=1,2': '--C=1,2: --noise_test takes one value',
   }.items():
     assert message in run_main(probe_main, train, '--noise_test', flag, code=2)
-  for changes, message in (({'heads': ['det']}, "'det'"), ({'folds': 1001}, 'folds=1001')):
+  for changes, message in (({'heads': ['det']}, "'det'"), ({'folds': 4001}, 'folds=4001')):
     with pytest.raises(ValueError, match=message):
       noise_test(x, y, progress=False, **changes)
   with pytest.raises(ValueError, match='NaN'):
     noise_test(np.where(x > 3, np.nan, x), y, progress=False)
   with pytest.raises(ValueError, match='1 class'):
-    noise_test(x, np.zeros(1000, int), progress=False)
+    noise_test(x, np.zeros(4000, int), progress=False)
