@@ -25,6 +25,10 @@ def data():
   return x, np.array(['a', 'b', 'c', 'd'])[u.argmax(axis=1)]
 
 
+# Heads whose fit is not what a test is about: on 500 rows as that of `het`, which shares programs.
+FAST = {'num_samples': 2, 'max_iter': 20, 'tol': 0.1}
+
+
 @pytest.fixture(scope='module')
 def het(data):
   x, y = data
@@ -48,7 +52,7 @@ def test_covariance_is_that_of_the_samples(data, het):
     p = special.softmax(u, axis=1).mean(axis=0)
     np.testing.assert_allclose(het.predict_proba(x[row : row + 1])[0], p, atol=0.01)
   het.classes_ = het.classes_.astype(object)  # as a fit to strings of pandas gives
-  assert HetClassifier(C_noise=0).fit(x[:50], y[:50]).correlated_classes(x) == []
+  assert HetClassifier(C_noise=0).fit(x[:500], y[:500]).correlated_classes(x) == []
   pairs = het.correlated_classes(x)
   assert len(pairs) == 6 and all(-1.001 <= pair[2] <= 1.001 for pair in pairs)
   total, aleatoric = het.entropy(x)
@@ -65,12 +69,12 @@ def test_clean_predictions_are_those_of_the_location(data, het):
   clean = het.predict_clean_proba(x)
   np.testing.assert_allclose(clean, special.softmax(location, axis=1), rtol=1e-4, atol=1e-6)
   np.testing.assert_array_equal(het.predict_clean(x), np.array(list('abcd'))[clean.argmax(axis=1)])
-  xl = HetXLClassifier(C_noise=1.0, num_factors=1, max_iter=5, tol=1.0).fit(x, y)
+  xl = HetXLClassifier(C_noise=1.0, num_factors=2, **FAST).fit(x[:500], y[:500])
   location = (x - xl.mean_) @ xl.params_['head']['kernel'] + xl.params_['head']['bias']
   expected = special.softmax(location[:, :4], axis=1)
   np.testing.assert_allclose(xl.predict_clean_proba(x), expected, rtol=1e-4, atol=1e-6)
   on = np.stack([x[:, 0] > 0, y == 'a'], axis=1).astype(int)
-  certain = HetClassifier(1e6, C_noise=1.0, num_factors=1, max_iter=20, tol=0.1).fit(x, on)
+  certain = HetClassifier(1e6, C_noise=1.0, num_factors=1, **FAST).fit(x[:500], on[:500])
   np.testing.assert_array_equal(certain.predict_clean(x), certain.predict_clean_proba(x) > 0.5)
   assert np.isfinite(certain.entropy(100 * x)).all()  # of classes that are certain
 
@@ -152,8 +156,8 @@ def test_damage_of_a_file_is_noticed_or_harmless(data, tmp_path):
   """One flipped bit, at places all over the file: most of a small file is its header."""
   x, y = data
   path = tmp_path / 'head.safetensors'
-  fitted = HetXLClassifier(num_factors=2, num_samples=16, max_iter=5, tol=0.1).fit(x[:99], y[:99])
-  estimators.save(fitted.calibrate(x[:99], y[:99]), str(path))
+  fitted = HetXLClassifier(C_noise=1.0, num_factors=2, **FAST).fit(x[:500], y[:500])
+  estimators.save(fitted.calibrate(x[:500], y[:500]), str(path))
   whole, expected = path.read_bytes(), fitted.predict_proba(x[:3])
   rng, noticed = np.random.default_rng(0), 0
   for place in rng.choice(len(whole), 400, replace=False):
@@ -223,10 +227,15 @@ def test_sizes_that_a_file_states_are_those_of_its_arrays(data, tmp_path):
 )
 def test_a_head_of_a_run_is_saved_with_its_settings(head, tmp_path):
   x = np.random.default_rng(0).normal(size=(20, 16)).astype(np.float32)
-  params = head.init(jax.random.key(0), x[:1])['params']
+  params = jax.jit(head.init)(jax.random.key(0), x[:1])['params']
   opened = estimators.from_head(head, params)
-  logits = head.apply({'params': params}, x)
-  factors = np.asarray(logits.factors() / logits.temperature)[..., :10]
+
+  @jax.jit
+  def scaled_factors(params):
+    logits = head.apply({'params': params}, x)
+    return logits.factors() / logits.temperature
+
+  factors = np.asarray(scaled_factors(params))[..., :10]
   covariance = np.einsum('nrk,nrl->nkl', factors, factors)
   np.testing.assert_allclose(opened.covariance(x), covariance, rtol=1e-3, atol=1e-5)
   estimators.save(opened, str(tmp_path / 'head.safetensors'))
@@ -259,23 +268,23 @@ def test_classes_of_a_run_are_in_its_order_and_as_many():
 def test_a_head_of_a_run_is_an_estimator_and_the_way_back(data):
   x, y = data
   head = heads.HetXL(4, temperature=heads.LearnedTemperature(initial_tau=0.7), num_factors=3)
-  params = head.init(jax.random.key(0), x[:1])['params']
+  params = jax.jit(head.init)(jax.random.key(0), x[:1])['params']
   opened = estimators.from_head(head, params, classes=list('abcd'))
-  logits = head.apply({'params': params}, x[:5])
+  factors = jax.jit(lambda p: head.apply({'params': p}, x[:5]).factors())(params)
   np.testing.assert_allclose(
     opened.covariance(x[:5]),
-    np.einsum('nrk,nrl->nkl', *[np.asarray(logits.factors())[..., :4] / 0.7] * 2),
+    np.einsum('nrk,nrl->nkl', *[np.asarray(factors)[..., :4] / 0.7] * 2),
     rtol=1e-4,
     atol=1e-5,
   )
   assert opened.temperature_ == pytest.approx(0.7) and set(opened.predict(x)) <= set('abcd')
 
-  fitted = HetXLClassifier(num_factors=3, num_samples=16, max_iter=20, tol=0.1).fit(x + 3, y)
+  fitted = HetXLClassifier(num_factors=3, C_noise=0.03, **FAST).fit(x[:500] + 3, y[:500])
   own = head.clone(class_multiple=1, temperature=heads.FixedTemperature())
   tree = traverse_util.unflatten_dict(estimators.head_params(fitted), sep='/')
   reopened = estimators.from_head(own, tree['head'], classes=list('abcd'))
   np.testing.assert_allclose(
-    reopened.set_params(num_samples=16).covariance(x + 3),
+    reopened.set_params(num_samples=2).covariance(x + 3),
     fitted.covariance(x + 3),
     rtol=2e-3,
     atol=1e-4,
@@ -286,13 +295,13 @@ def test_a_head_of_a_run_is_an_estimator_and_the_way_back(data):
 def test_het_h_has_parameters_for_the_buckets_that_hold_a_class(data):
   """A run has all buckets; the estimator fits only those that a class is hashed to."""
   x, y = data
-  fitted = HetHClassifier(num_factors=2, num_buckets=40, num_samples=16, max_iter=20, tol=0.1)
-  fitted.fit(x, y)
+  fitted = HetHClassifier(num_factors=2, num_buckets=40, C_noise=0.03, **FAST)
+  fitted.fit(x[:500], y[:500])
   tree = traverse_util.unflatten_dict(estimators.head_params(fitted), sep='/')['head']
   assert tree['covariance']['J'].shape == (2, 40)
   assert fitted.params_['head']['covariance']['J'].shape[1] <= 4
   head = heads.HetH(4, num_factors=2, num_buckets=40, class_multiple=1)
-  factors = np.asarray(head.apply({'params': tree}, x[:5]).factors())
+  factors = np.asarray(jax.jit(lambda p: head.apply({'params': p}, x[:5]).factors())(tree))
   expected = np.einsum('nrk,nrl->nkl', factors, factors)
   np.testing.assert_allclose(fitted.covariance(x[:5]), expected, rtol=1e-3, atol=1e-5)
   opened = estimators.from_head(head, tree)

@@ -68,9 +68,9 @@ def test_a_fit_that_starts_at_its_optimum_has_a_gap_near_zero():
 
 @pytest.mark.slow
 def test_weights_are_repetitions_and_the_order_of_rows_is_nothing():
-  x, y = problem(200, is_noisy=True)
-  weight = 1 + np.arange(200) % 2
-  which = np.random.default_rng(1).permutation(np.repeat(np.arange(200), weight))
+  x, y = problem(300, is_noisy=True)
+  weight = 1 + np.arange(300) % 2
+  which = np.random.default_rng(1).permutation(np.repeat(np.arange(300), weight))
   fast = {**SETTINGS, 'max_iter': 10}
   with pytest.warns(UserWarning, match='not converged'):
     weighted = HetClassifier(**fast).fit(x, y, sample_weight=weight)
