@@ -42,11 +42,16 @@ HEADS = {
 def problem(name, link, dtype=jnp.float32, num_classes=K, seed=0):
   """A head, its parameters with biases that are not 0, and phi [B, D]."""
   head = HEADS[name](num_classes, link=link, dtype=dtype, temperature=heads.LearnedTemperature())
-  phi = jax.random.normal(jax.random.key(1), (B, D), jnp.promote_types(dtype, jnp.float32))
-  params = head.init(jax.random.key(seed), phi)['params']
+  return head, *arrays(head.clone(link='softmax'), seed)
+
+
+@functools.cache
+def arrays(head, seed):
+  phi = jax.random.normal(jax.random.key(1), (B, D), jnp.promote_types(head.dtype, jnp.float32))
+  params = jax.jit(head.init)(jax.random.key(seed), phi)['params']
   noise = np.random.default_rng(0)
-  params = jax.tree.map(lambda x: x + 0.3 * noise.normal(size=x.shape).astype(x.dtype), params)
-  return head, params, phi
+  moved = jax.tree.map(lambda x: x + 0.3 * noise.normal(size=x.shape).astype(x.dtype), params)
+  return moved, phi
 
 
 def value_and_gradient(integrator, head, params, phi, labels):
@@ -71,12 +76,13 @@ def assert_close(found, expected, rtol):
 @pytest.mark.parametrize(
   'name,link,num_samples,labels',
   [
-    # Around the fit; the other heads have few samples, or a sigmoid.
-    *((name, 'softmax', 33, LABELS) for name in ('det', 'het_h', 'many_factors')),
-    *((name, 'sigmoid', 1, MULTI_LABELS) for name in HEADS),
+    # Around the fit; the other heads have few samples, or a sigmoid. DET, and the sigmoid of HET-H
+    # and HET-XL: see the next test.
+    *((name, 'softmax', 33, LABELS) for name in ('het_h', 'many_factors')),
+    *((name, 'sigmoid', 1, MULTI_LABELS) for name in ('own_kernel', 'het_xl_full', 'factor_bias')),
     ('own_kernel', 'softmax', 8, LABELS),  # 64 points share 8 draws
     *((name, 'softmax', 3, LABELS) for name in ('het_xl_full', 'factor_bias')),
-    *((name, 'softmax', 1, LABELS) for name in ('het_xl', 'one_factor')),
+    ('one_factor', 'softmax', 1, LABELS),
     ('het_xl', 'softmax', 33, MULTI_LABELS),
     ('det', 'softmax', 1, MULTI_LABELS),
   ],
@@ -96,12 +102,13 @@ def test_tiles_agree_with_all_classes_at_one_time_in_float64(name, link, num_sam
 @pytest.mark.parametrize('name', ['det', 'het_h', 'het_xl'])
 def test_float32_tiles_agree_with_float64(name, link):
   head, params, phi = problem(name, link)
+  labels = MULTI_LABELS if link == 'sigmoid' else LABELS
   whole = Integrator(33, tilt=False, rotate=False)
   tiled = dataclasses.replace(whole, class_tile=TILE)
-  found = value_and_gradient(tiled, head, params, phi, LABELS)
+  found = value_and_gradient(tiled, head, params, phi, labels)
   with jax.enable_x64(True):
     wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), (params, phi))
-    expected = value_and_gradient(whole, head.clone(dtype=jnp.float64), *wide, LABELS)
+    expected = value_and_gradient(whole, head.clone(dtype=jnp.float64), *wide, labels)
     assert_close(found, expected, 3e-5)
 
 
@@ -135,9 +142,7 @@ def test_the_steps_of_a_fit_one_after_the_other_are_those_of_its_loop(tile, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  'name,link', [('det', 'sigmoid'), ('het_h', 'sigmoid'), ('het_xl', 'softmax')]
-)
+@pytest.mark.parametrize('name,link', [('het_h', 'sigmoid'), ('het_xl', 'softmax')])
 def test_a_w_in_bfloat16(name, link):
   head, params, phi = problem(name, link, jnp.bfloat16)
   whole = Integrator(33, tilt=False, rotate=False)
@@ -147,9 +152,7 @@ def test_a_w_in_bfloat16(name, link):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  'name,link', [('det', 'softmax'), ('het_h', 'sigmoid'), ('het_xl', 'softmax')]
-)
+@pytest.mark.parametrize('name,link', [('het_h', 'sigmoid'), ('het_xl', 'softmax')])
 def test_one_class(name, link):
   head, params, phi = problem(name, link, num_classes=1)
   labels = np.zeros(B, np.int32)
@@ -163,15 +166,15 @@ def test_one_class(name, link):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['het_h', 'het_xl'])
-def test_noise_of_zero_is_det(name):
-  head, params, phi = problem(name, 'softmax')
-  logits = head.apply({'params': params}, phi)
+def test_noise_of_zero_is_det():
+  head, params, phi = problem('het_xl', 'softmax')
+  logits = jax.jit(head.apply)({'params': params}, phi)
   logits = dataclasses.replace(logits, covariance=logits.covariance.scaled(0.0))
   keys = shared_key(jax.random.key(0))
   nll = jax.jit(Integrator(33, class_tile=TILE).nll)(logits, jnp.asarray(LABELS), keys)
   alone = dataclasses.replace(logits, covariance=None)
-  np.testing.assert_allclose(nll, Integrator().nll(alone, jnp.asarray(LABELS)), rtol=1e-5)
+  of_det = jax.jit(Integrator().nll)(alone, jnp.asarray(LABELS))
+  np.testing.assert_allclose(nll, of_det, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -216,6 +219,7 @@ def test_few_samples_on_a_mesh():
   assert_close(found, expected, 1e-4)
 
 
+@functools.cache
 def temporary_bytes(name, link, num_classes, **settings):
   head = HEADS[name](num_classes, link=link)
   phi = jax.ShapeDtypeStruct((64, D), jnp.float32)
@@ -236,9 +240,9 @@ def temporary_bytes(name, link, num_classes, **settings):
   [('det', 'sigmoid'), ('het_h', 'sigmoid'), ('het_xl', 'softmax'), ('het_xl', 'sigmoid')],
 )
 def test_memory_does_not_grow_with_classes(name, link):
-  small, large = (temporary_bytes(name, link, k, class_tile=256) for k in (2**12, 2**17))
+  small, large = (temporary_bytes(name, link, k, class_tile=256) for k in (2**14, 2**17))
   assert large <= 1.05 * small + 2**12
-  assert small < temporary_bytes(name, link, 2**12) or name == 'det'
+  assert small < temporary_bytes(name, link, 2**14) or name == 'det'
 
 
 @pytest.mark.parametrize('num_samples', [32, 1000])
