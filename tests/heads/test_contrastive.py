@@ -188,13 +188,16 @@ def test_class_log_prob_of_classes_that_a_mesh_does_not_divide():
 @pytest.mark.slow
 def test_bfloat16_products_give_float32_losses():
   head = ContrastiveHetXL(num_factors=R, dtype=jnp.bfloat16)
-  params = init(head)
-  pairs = pairs_of(head, params, ALPHA.astype(jnp.bfloat16), BETA.astype(jnp.bfloat16))
+
+  @jax.jit
+  def found(params):
+    narrow = pairs_of(head, params, ALPHA.astype(jnp.bfloat16), BETA.astype(jnp.bfloat16))
+    wide = pairs_of(head.clone(dtype=jnp.float32), params)
+    integrator = Integrator(S, sampler='iid')
+    return narrow, *(contrastive_nll(pairs, integrator, KEYS) for pairs in (narrow, wide))
+
+  pairs, got, exact = found(init(head))
   assert {x.dtype for x in jax.tree.leaves(pairs)} == {jnp.dtype(jnp.float32)}
-  got = contrastive_nll(pairs, Integrator(S, sampler='iid'), KEYS)
-  exact = contrastive_nll(
-    pairs_of(head.clone(dtype=jnp.float32), params), Integrator(S, sampler='iid'), KEYS
-  )
   for x, y in zip(got, exact, strict=True):
     assert x.nll.dtype == jnp.float32
     np.testing.assert_allclose(x.nll, y.nll, rtol=0.03, atol=0.03)

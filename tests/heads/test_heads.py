@@ -191,11 +191,12 @@ def test_buckets_without_a_class_change_no_logit():
 @pytest.mark.slow
 def test_het_xl_with_its_affine_loading_is_the_same():
   head, labels = HEADS['het_xl'], jnp.arange(B)
+  integrator = Integrator(2)
   params, keys = init(head), example_keys(jax.random.key(2), labels)
 
   def loss(params, loading):
     logits = head.apply({'params': params}, PHI, *loading(params))
-    return Integrator(S).nll(logits, labels, keys).sum()
+    return integrator.nll(logits, labels, keys).sum()
 
   step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
   plain = step(params, lambda params: ())
@@ -258,11 +259,18 @@ def test_opaque_get_logits_as_module_and_as_function():
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, other_gradient
   )
   assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
-  once, again = (jax.tree.structure(head.apply({'params': params}, PHI)) for _ in range(2))
+  once, again = (
+    jax.tree.structure(jax.eval_shape(head.apply, {'params': params}, PHI)) for _ in range(2)
+  )
   assert once == again  # a jitted nll does not compile again
   first = HetXL(2, num_factors=R, get_logits=lambda phi: phi[:, :2])  # whose trace knows its shape
-  logits = first.apply({'params': {'covariance': params['covariance']}}, PHI)
-  assert np.isfinite(integrator.nll(logits, labels % 2, keys)).all()
+
+  @jax.jit
+  def nll(covariance):
+    logits = first.apply({'params': {'covariance': covariance}}, PHI)
+    return integrator.nll(logits, labels % 2, keys)
+
+  assert np.isfinite(nll(params['covariance'])).all()
 
 
 def test_every_parameter_carries_logical_axes():
@@ -278,7 +286,7 @@ def test_every_parameter_carries_logical_axes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', HEADS)
+@pytest.mark.parametrize('name', ['het', 'het_h', 'het_xl_own'])  # have all that the others have
 def test_parameters_may_be_cast_to_bfloat16(name):
   """As in mixed precision that casts all parameters of a model."""
   head = HEADS[name].clone(temperature=LearnedTemperature())
@@ -324,7 +332,7 @@ def make_integrator(name, method, num_samples):
     ('het_h', *INTEGRALS[0]),
     *((name, *INTEGRALS[1]) for name in ('det', 'het_xl')),
     ('het_xl', *INTEGRALS[2]),
-    *((name, *INTEGRALS[3]) for name in HEADS),
+    *((name, *INTEGRALS[3]) for name in ('het', 'het_xl_own')),  # HET-H's: test_exact, test_hashed
   ],
 )
 def test_float64_and_any_mix_of_dtypes(name, link, method, num_samples):
@@ -367,7 +375,7 @@ def test_float64_and_any_mix_of_dtypes(name, link, method, num_samples):
   'name,link,method,num_samples',
   [
     ('het_xl', *INTEGRALS[1]),
-    *((name, *INTEGRALS[3]) for name in ('det', 'het_h', 'het_xl_own')),
+    *((name, *INTEGRALS[3]) for name in ('het_h', 'het_xl_own')),
   ],
 )
 def test_an_export_takes_any_batch_size(name, link, method, num_samples):
