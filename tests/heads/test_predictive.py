@@ -1,5 +1,7 @@
 """PredictiveLogits, linen and nnx: a host's own loss of its logits is the heteroscedastic loss."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,12 @@ def make(head, link='softmax', **settings):
 
 def layer_of(head, link='softmax', **settings):
   layer = PredictiveLogits(make(head, link), **settings)
-  return layer, perturbed(layer.init(jax.random.key(1), PHI)['params'])
+  return layer, perturbed(jax.jit(layer.init)(jax.random.key(1), PHI)['params'])
+
+
+def both(of_host, ours, params):
+  """Values and gradients of two losses, of one program."""
+  return jax.jit(lambda p: tuple(jax.value_and_grad(f)(p) for f in (of_host, ours)))(params)
 
 
 def keys_of(key, size=B):
@@ -68,7 +75,7 @@ def test_the_sigmoid_cross_entropy_of_a_host_is_our_loss(head):
   def ours(params):
     return Integrator().nll(layer.head.apply({'params': params['head']}, PHI), LABELS).mean()
 
-  got, expected = (jax.value_and_grad(f)(params) for f in (of_host, ours))
+  got, expected = both(of_host, ours, params)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, expected)
 
 
@@ -93,7 +100,7 @@ def test_the_softmax_cross_entropy_of_a_host_is_our_loss(head):
     logits = layer.head.apply({'params': params['head']}, PHI)
     return -(target * layer.integrator.log_prob(logits, keys)[:, :K]).sum(-1).mean()
 
-  got, expected = (jax.value_and_grad(f)(params) for f in (of_host, ours))
+  got, expected = both(of_host, ours, params)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
 
 
@@ -145,14 +152,16 @@ def test_noise_comes_from_the_stream_or_is_fixed():
 @pytest.mark.slow
 def test_what_a_host_can_log():
   layer, params = layer_of(HetXL)
-  logits, state = layer.apply({'params': params}, PHI, mutable=['intermediates'])
+  apply = jax.jit(functools.partial(layer.apply, mutable=['intermediates']))
+  logits, state = apply({'params': params}, PHI)
   (gaussian,), (entropy,) = (
     state['intermediates'][name] for name in ('gaussian_logits', 'expected_entropy')
   )
   np.testing.assert_array_equal(gaussian.factors().shape, (B, 3, 128))
   total = -(jnp.exp(logits) * logits).sum(-1)
   assert ((entropy > 0) & (entropy < total)).all()
-  assert set(layer.init(jax.random.key(1), PHI)) == {'params', 'params_axes'}
+  variables = jax.eval_shape(layer.init, jax.random.key(1), PHI)
+  assert set(variables) == {'params', 'params_axes'}
 
 
 class Host(nn.Module):
@@ -169,7 +178,8 @@ class Host(nn.Module):
 @pytest.mark.slow
 def test_a_host_with_batch_norm_and_dropout_learns():
   host = Host(PredictiveLogits(make(HetXL)))
-  variables = host.init(jax.random.key(0), PHI, train=False)
+  init = jax.jit(functools.partial(host.init, train=False))
+  variables = init(jax.random.key(0), PHI)
   params, stats = variables['params'], variables['batch_stats']
   optimizer = optax.adam(1e-2)
 
@@ -201,9 +211,10 @@ def test_export_with_a_symbolic_batch(link):
   layer, params = layer_of(HetXL, link)
   (batch,) = export.symbolic_shape('b')
   phi = jax.ShapeDtypeStruct((batch, D), jnp.float32)
-  program = export.export(jax.jit(lambda phi: layer.apply({'params': params}, phi)))(phi)
+  apply = jax.jit(lambda phi: layer.apply({'params': params}, phi))
+  program = export.export(apply)(phi)
   for size in (1, 4):
-    expected = layer.apply({'params': params}, PHI[:size])
+    expected = apply(PHI[:size])
     np.testing.assert_allclose(program.call(PHI[:size]), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -251,10 +262,10 @@ def test_nnx_heads_are_the_linen_heads(head):
   assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, dict(shapes))
 
   def loss(logits):
-    return Integrator(num_samples=8).nll(logits, LABELS, keys_of(jax.random.key(2))).mean()
+    return Integrator(num_samples=2).nll(logits, LABELS, keys_of(jax.random.key(2))).mean()
 
-  got = nnx.grad(lambda head: loss(head(PHI)))(ours)
-  expected = jax.grad(lambda p: loss(definition.apply({'params': p}, PHI)))(params)
+  got = nnx.jit(nnx.grad(lambda head: loss(head(PHI))))(ours)
+  expected = jax.jit(jax.grad(lambda p: loss(definition.apply({'params': p}, PHI))))(params)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
     nnx.to_pure_dict(got),
@@ -267,10 +278,10 @@ def test_an_nnx_classifier_in_the_place_of_w():
   head = het_plugin.nnx.HetXL(
     D, K, num_factors=2, get_logits=nnx.Linear(D, K, rngs=nnx.Rngs(1)), rngs=nnx.Rngs(0)
   )
-  integrator = Integrator(num_samples=8, chunk_size=4)
+  integrator = Integrator(num_samples=2, chunk_size=1)
   keys = keys_of(jax.random.key(2))
-  gradient = nnx.grad(lambda head: integrator.nll(head(PHI), LABELS, keys).mean())(head)
-  gradient = nnx.to_pure_dict(gradient)
+  grad = nnx.jit(nnx.grad(lambda head: integrator.nll(head(PHI), LABELS, keys).mean()))
+  gradient = nnx.to_pure_dict(grad(head))
   assert set(gradient) == {'covariance', 'get_logits'}
   assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradient))
 
@@ -279,7 +290,7 @@ def test_an_nnx_classifier_in_the_place_of_w():
 def test_nnx_trains_without_new_traces_and_evaluates_with_fixed_noise():
   rngs = nnx.Rngs(0)
   head = het_plugin.nnx.HetXL(D, K, num_factors=2, rngs=rngs)
-  layer = het_plugin.nnx.PredictiveLogits(head, Integrator(num_samples=4), rngs=rngs)
+  layer = het_plugin.nnx.PredictiveLogits(head, Integrator(num_samples=2), rngs=rngs)
   optimizer = nnx.Optimizer(layer, optax.adam(0.1), wrt=nnx.Param)
   traces = []
 
@@ -319,7 +330,7 @@ def test_nnx_parameters_lie_on_the_mesh_that_rules_name():
 
     @nnx.jit
     def loss(head, phi):
-      return Integrator(num_samples=8).nll(head(phi), LABELS, keys_of(jax.random.key(2)))
+      return Integrator(num_samples=2).nll(head(phi), LABELS, keys_of(jax.random.key(2)))
 
     got = loss(head, PHI)
   alone = loss(nnx_head(HetXL, class_multiple=8), PHI)
