@@ -156,7 +156,7 @@ def test_nll_and_its_gradient_match_the_float64_reference(kind, link, full, rema
       nll = integrator.nll(gaussian(arrays, kind, remainder, link), pad(labels), keys_of())
       return nll @ jnp.array([1.0, -2.0, 0.5])
 
-    value, gradient = jax.value_and_grad(expected)(arrays)
+    value, gradient = jax.jit(jax.value_and_grad(expected))(arrays)
     orders = [('sample_then_project', 4)]
     if remainder == 'rank_one' or kind == 'identity':
       orders.append(('project_then_sample', None))
@@ -186,7 +186,7 @@ def test_log_prob_and_its_gradient_match_the_float64_reference(kind, link):
       log_p = integrator.log_prob(gaussian(arrays, kind, link=link), keys_of())
       return (weight * log_p[:, :K]).sum(), log_p
 
-    (_, log_p), gradient = jax.value_and_grad(expected, has_aux=True)(arrays)
+    (_, log_p), gradient = jax.jit(jax.value_and_grad(expected, has_aux=True))(arrays)
     (_, got), got_gradient = jax.jit(jax.value_and_grad(actual, has_aux=True))(arrays)
     np.testing.assert_allclose(got[:, :K], log_p, rtol=1e-10)
     assert (got[:, K:] <= -1e29).all()
@@ -289,7 +289,7 @@ def test_improbable_labels_keep_their_loss_and_gradient(link):
     integrator = Integrator(num_samples=S, method='sample', sampler='iid')
     return integrator.nll(logits, jnp.array([[0], [0]]), keys_of(2)).sum()
 
-  value, gradient = jax.value_and_grad(loss)(arrays)
+  value, gradient = jax.jit(jax.value_and_grad(loss))(arrays)
   assert 400.0 + 1300.0 - 30.0 < value < 1800.0 if link == 'softmax' else value > 1200.0
   at_label = np.asarray(gradient['location'][:, 0])
   np.testing.assert_allclose(at_label[0] if link == 'softmax' else at_label[1], -1.0, atol=1e-3)
@@ -420,7 +420,7 @@ def test_sharded_classes_match_the_float64_reference(kind, link, order):
     def expected(arrays):
       return reference.nll(reference_logits(arrays, kind, z), arrays['tau'], link, labels).mean()
 
-    value, gradient = jax.value_and_grad(expected)(arrays)
+    value, gradient = jax.jit(jax.value_and_grad(expected))(arrays)
 
     def loss(arrays):
       integrator = Integrator(S, order, 4, sampler=dyadic, method='sample')
@@ -546,7 +546,7 @@ def test_log_prob_over_a_mesh():
       integrator = Integrator(S, chunk_size=4, sampler=dyadic)
       return (weight * integrator.log_prob(gaussian(arrays, 'shared_w'), keys_of())[:, :K]).sum()
 
-    value, gradient = jax.value_and_grad(loss)(arrays)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(arrays)
     got, got_gradient = sharded(jax.value_and_grad(loss), mesh)(arrays)
     np.testing.assert_allclose(got, value, rtol=1e-11)
     assert relative_error(got_gradient, gradient) < 1e-10
