@@ -28,6 +28,7 @@ Two minutes for one head and link on two CPU cores; seconds with --dim 32 --clas
 --samples 1,16 --repeats 1.
 """
 
+import functools
 import importlib.util
 import itertools
 import statistics
@@ -70,17 +71,18 @@ def make_arguments(args, head):
   noise_dim = args.classes if head == 'het' else args.dim
 
   def normal(*shape, scale=1.0):
-    return jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
+    return (scale * rng.normal(size=shape)).astype(np.float32)
 
   x = {
     'phi': normal(args.batch, args.dim),
     'scale': normal(args.batch, noise_dim, scale=0.3),  # v(x)
-    'diag': jax.nn.softplus(normal(args.batch, noise_dim)) * 0.3,  # d(x)
+    'diag': 0.3 * np.logaddexp(normal(args.batch, noise_dim), np.float32(0)),  # d(x)
     'loading': normal(args.factors, noise_dim, scale=args.factors**-0.5),  # J
     'kernel': normal(args.dim, args.classes, scale=args.dim**-0.5),
     'bias': normal(args.classes),
-    'tau': jnp.float32(1.5),
+    'tau': np.float32(1.5),
   }
+  x = jax.tree.map(jnp.asarray, x)
   if args.noise is None:
     return x
   buckets = jnp.asarray(class_buckets(args.classes, args.dim, 0))
@@ -146,36 +148,44 @@ def reference_log_prob(args, head, link, buckets):
   if link == 'sigmoid':
     with jax.enable_x64(True):
       x = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), x)
-      return np.asarray(Integrator().log_prob(make_logits(head, link, x, buckets)), np.float32)
+      exact = jax.jit(lambda x: Integrator().log_prob(make_logits(head, link, x, buckets)))
+      return np.asarray(exact(x), np.float32)
   integrator = Integrator(REFERENCE_SAMPLES, sampler='sobol')
   keys = example_keys(jax.random.key(2**31 - 1), jnp.arange(args.batch))
-  return jax.jit(integrator.log_prob)(make_logits(head, link, x, buckets), keys)
+  return jax.jit(lambda x: integrator.log_prob(make_logits(head, link, x, buckets), keys))(x)
 
 
 def rmse_of(args, head, link, integrator, buckets, reference, trials):
   """RMSE of log p(y) over `trials` keys per example; of a softmax from the loss."""
-  logits = make_logits(head, link, make_arguments(args, head), buckets)
+  logits = jax.jit(lambda x: make_logits(head, link, x, buckets))(make_arguments(args, head))
   if link == 'softmax':
     return loss_rmse(integrator, logits, reference, trials)
-  log_prob = jax.jit(integrator.log_prob)
-  keys = (example_keys(jax.random.key(i), jnp.arange(args.batch)) for i in range(trials))
-  error = jnp.stack([log_prob(logits, key) - reference for key in keys])
-  p = jax.nn.softmax(reference, axis=-1)  # of log p(y_k = 1), weighted by p(y_k = 1)
-  return float(jnp.sqrt((p * jnp.square(error)).sum(-1).mean()))
+
+  @jax.jit
+  def weighted_square(logits, reference, i):
+    keys = example_keys(jax.random.key(i), jnp.arange(args.batch))
+    p = jax.nn.softmax(reference, axis=-1)  # of log p(y_k = 1), weighted by p(y_k = 1)
+    return (p * jnp.square(integrator.log_prob(logits, keys) - reference)).sum(-1)
+
+  errors = [weighted_square(logits, reference, i) for i in range(trials)]
+  return float(np.sqrt(np.mean(errors)))
 
 
 def loss_rmse(integrator, logits, log_p, num_keys):
   """RMSE of -`Integrator.nll` under a softmax, over keys, examples and labels drawn from the
   predictive distribution log_p [B, K]; each key comes with new labels.
   """
-  nll = jax.jit(integrator.nll)
-  errors = []
-  for i in range(num_keys):
-    labels = jax.random.categorical(jax.random.fold_in(jax.random.key(2**31 - 2), i), log_p)
-    keys = example_keys(jax.random.key(i), jnp.arange(len(labels)))
-    at_label = jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0]
-    errors.append(nll(logits, labels, keys) + at_label)
-  return float(jnp.sqrt(jnp.square(jnp.stack(errors)).mean()))
+  errors = [_loss_errors(integrator, logits, log_p, i) for i in range(num_keys)]
+  return float(np.sqrt(np.square(errors).mean()))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss_errors(integrator, logits, log_p, i):
+  """Of one key, [B]."""
+  labels = jax.random.categorical(jax.random.fold_in(jax.random.key(2**31 - 2), i), log_p)
+  keys = example_keys(jax.random.key(i), jnp.arange(len(labels)))
+  at_label = jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0]
+  return integrator.nll(logits, labels, keys) + at_label
 
 
 def compile_loss(loss, *arguments):

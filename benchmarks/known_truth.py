@@ -24,6 +24,7 @@ minutes of CPU time, and --full, cheap points first, hours.
 
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 import time
@@ -111,15 +112,20 @@ def true_model(problem, truth, seed):
   return model, params
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _location_and_factors(model, params, x):
+  logits = model.logits(params, x)
+  return logits.location, logits.factors()
+
+
 def draw(model, params, num_rows, rng):
   """Features [N, D] and labels: ids [N], or zeros and ones [N, K]."""
   x = rng.normal(size=(num_rows, params['head']['kernel'].shape[0])).astype(np.float32)
   labels = []
   for block in np.array_split(x, -(-num_rows // 2000)):
-    logits = model.logits(params, block)
-    factors = np.asarray(logits.factors())
+    location, factors = map(np.asarray, _location_and_factors(model, params, block))
     z = rng.normal(size=factors.shape[:2]).astype(np.float32)
-    u = np.asarray(logits.location) + np.einsum('bt,btk->bk', z, factors)
+    u = location + np.einsum('bt,btk->bk', z, factors)
     if model.link == 'softmax':
       labels.append((u + rng.gumbel(size=u.shape)).argmax(axis=1))
     else:
@@ -201,7 +207,7 @@ def measure(problem, truth, heads, seed, from_truth):
   det_nll = det.nll(*test)
   noise = {'C': det.C, 'num_factors': problem.r, 'num_samples': NUM_SAMPLES}
   compared = test[0][:NUM_COMPARED]
-  true_factors = np.asarray(model.factors(params, compared))[..., det.classes_]
+  true_factors = np.asarray(jax.jit(model.factors)(params, compared))[..., det.classes_]
   true_factors = _compared(true_factors, problem.link)
   fitted = {'det': (det, *of_det)}
   for head in heads:

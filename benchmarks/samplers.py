@@ -17,6 +17,7 @@ root mean square of the error of the loss of an example, and of the gradient of 
 head's parameters and by those of the noise, its cosine with the exact gradient and their ratio.
 """
 
+import functools
 from pathlib import Path
 
 import jax
@@ -89,7 +90,7 @@ def train(head, problem, num_steps):
   """Parameters after some steps of Adam."""
   integrator, optimizer = Integrator(64, sampler='sobol'), optax.adam(1e-2)
   rng = np.random.default_rng(1)
-  params = head.init(jax.random.key(0), problem.batch(rng, 1)[0])['params']
+  params = jax.jit(head.init)(jax.random.key(0), problem.batch(rng, 1)[0])['params']
 
   @jax.jit
   def step(params, state, phi, labels, index):
@@ -118,8 +119,8 @@ def measure(args):
       args.classes, class_multiple=1, num_factors=args.factors, temperature=LearnedTemperature()
     )
     for weights, steps in (('random', 0), ('trained', args.steps)):
-      logits = head.apply({'params': train(head, problem, steps)}, phi)
-      std = jnp.sqrt(marginals(logits, 2**28)[1].mean())
+      logits = jax.jit(head.apply)({'params': train(head, problem, steps)}, phi)
+      std = jax.jit(lambda x: jnp.sqrt(marginals(x, 2**28)[1].mean()))(logits)
       for noise in args.noises:
         scaled = logits.replace(covariance=logits.covariance.scaled(noise / std))
         reference = Integrator(args.reference_samples, sampler='sobol')
@@ -155,22 +156,27 @@ def measure_principal(args):
     nll = integrator.nll(logits_of(params, scale), labels)
     return nll.mean(), nll
 
+  @functools.partial(jax.jit, static_argnums=2)
+  def errors(params, scale, m, found, expected):
+    (found, nll_of_m), (expected, nll) = found, expected
+    logits = logits_of(params, scale)
+    approximate = logits.replace(covariance=reduced(logits.covariance, m))
+    of_m, variance = (marginals(x, 2**28)[1] for x in (approximate, logits))
+    error = nll_of_m - nll
+    row = {'variance_error': jnp.abs(of_m / variance - 1.0).mean(), 'loss': nll.mean()}
+    row |= {'bias': error.mean(), 'rms': jnp.sqrt(jnp.square(error).mean())}
+    row['cosine'], row['norm'] = compare(found, expected)
+    of_noise = found['covariance'], expected['covariance']
+    row['noise_cosine'], row['noise_norm'] = compare(*of_noise)
+    return row
+
   gradient = jax.jit(jax.grad(mean_and_losses, has_aux=True), static_argnums=2)
   for scale in (1.0, 3.0):
-    expected, nll = gradient(params, scale, Integrator())
-    logits = logits_of(params, scale)
-    _, variance = marginals(logits, 2**28)
+    expected = gradient(params, scale, Integrator())
     for m in args.principal_factors:
-      found, nll_of_m = gradient(params, scale, Integrator(principal_factors=m))
-      approximate = logits.replace(covariance=reduced(logits.covariance, m))
-      relative = jnp.abs(marginals(approximate, 2**28)[1] / variance - 1.0).mean()
-      error = nll_of_m - nll
-      row = dict(noise=scale, m=m, variance_error=relative, loss=nll.mean(), bias=error.mean())
-      row['rms'] = jnp.sqrt(jnp.square(error).mean())
-      row['cosine'], row['norm'] = compare(found, expected)
-      of_noise = found['covariance'], expected['covariance']
-      row['noise_cosine'], row['noise_norm'] = compare(*of_noise)
-      rows.append({name: float(x) if name != 'm' else x for name, x in row.items()})
+      found = gradient(params, scale, Integrator(principal_factors=m))
+      row = errors(params, scale, m, found, expected)
+      rows.append({'noise': scale, 'm': m} | {name: float(x) for name, x in row.items()})
   return rows
 
 
