@@ -194,12 +194,12 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
         >>> import numpy as np
         >>> from het_plugin.estimators import HetClassifier
         >>> rng = np.random.default_rng(0)
-        >>> x = rng.normal(size=(300, 4)).astype(np.float32)
+        >>> x = rng.normal(size=(150, 4)).astype(np.float32)
         >>> truth = x[:, :3].argmax(axis=1)
-        >>> y = np.where(x[:, 3] > 0, rng.integers(3, size=300), truth)  # wrong where x_3 > 0
-        >>> het = HetClassifier(C=10, C_noise=10, num_factors=2, num_samples=16).fit(x, y)
-        >>> clean = het.predict_clean_proba(x)[np.arange(300), truth]
-        >>> bool(clean.mean() > het.predict_proba(x)[np.arange(300), truth].mean())
+        >>> y = np.where(x[:, 3] > 0, rng.integers(3, size=150), truth)  # wrong where x_3 > 0
+        >>> het = HetClassifier(C=10, C_noise=10, num_factors=1, num_samples=16).fit(x, y)
+        >>> clean = het.predict_clean_proba(x)[np.arange(150), truth]
+        >>> bool(clean.mean() > het.predict_proba(x)[np.arange(150), truth].mean())
         True
 
     Args:
@@ -283,7 +283,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
         >>> from sklearn.datasets import load_iris
         >>> from het_plugin.estimators import HetClassifier
         >>> x, y = load_iris(return_X_y=True)
-        >>> total, expected = HetClassifier(num_factors=1, num_samples=16).fit(x, y).entropy(x)
+        >>> het = HetClassifier(C_noise=1.0, num_factors=1, num_samples=16).fit(x, y)
+        >>> total, expected = het.entropy(x)
         >>> bool((total >= expected).all())
         True
 
@@ -296,13 +297,13 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   def covariance(self, X: Any, classes: Any = None) -> np.ndarray:
     """Covariance of the logits over tau, float32 [N, K, K].
 
-        >>> import numpy as np
-        >>> from het_plugin.estimators import HetXLClassifier
-        >>> rng = np.random.default_rng(0)
-        >>> x, y = rng.normal(size=(90, 4)), np.array(['ant', 'bee', 'cat'] * 30)
-        >>> het = HetXLClassifier(num_factors=1, num_samples=16, max_iter=20, tol=0.1).fit(x, y)
-        >>> het.covariance(x, classes=['bee', 'cat']).shape
-        (90, 2, 2)
+        >>> from sklearn.datasets import load_iris
+        >>> from het_plugin.estimators import HetClassifier
+        >>> iris = load_iris()
+        >>> het = HetClassifier(C_noise=1.0, num_factors=1, num_samples=16)
+        >>> het = het.fit(iris.data, iris.target_names[iris.target])
+        >>> het.covariance(iris.data, classes=['setosa', 'virginica']).shape
+        (150, 2, 2)
 
     Args:
       X: float [N, D], or a file.

@@ -104,7 +104,7 @@ class HetHClassifier(HetClassifier):
       >>> from sklearn.datasets import load_iris
       >>> from het_plugin.estimators import HetHClassifier
       >>> x, y = load_iris(return_X_y=True)
-      >>> het_h = HetHClassifier(num_buckets=8, num_factors=1, num_samples=16).fit(x, y)
+      >>> het_h = HetHClassifier(C_noise=1.0, num_factors=1, num_samples=16).fit(x, y)
       >>> het_h.predict(x[:2])
       array([0, 0])
 
@@ -125,7 +125,7 @@ class HetXLClassifier(HetClassifier):
       >>> from sklearn.datasets import load_iris
       >>> from het_plugin.estimators import HetXLClassifier
       >>> x, y = load_iris(return_X_y=True)
-      >>> het_xl = HetXLClassifier(num_factors=1, num_samples=16).fit(x, y)
+      >>> het_xl = HetXLClassifier(C_noise=1.0, num_factors=1, num_samples=16).fit(x, y)
       >>> het_xl.predict(x[:2])
       array([0, 0])
 

@@ -128,11 +128,11 @@ def noise_test(
 ) -> Result:
   """Estimates what heads with noise would gain over DET.
 
-      >>> from sklearn.datasets import load_digits
-      >>> x, y = load_digits(return_X_y=True)
+      >>> from sklearn.datasets import load_iris
+      >>> x, y = load_iris(return_X_y=True)
       >>> found = noise_test(x, y, heads=['het_xl'], folds=2, num_factors=2, progress=False)
       >>> [tested.name for tested in found.tested], found.tested[0].gain.shape
-      (['het_xl', 'hidden layer'], (1797,))
+      (['het_xl', 'hidden layer'], (150,))
 
   Args:
     x: features [N, D].

@@ -232,9 +232,10 @@ def contrastive_nll(
       >>> from het_plugin.integrate import Integrator, example_keys
       >>> alpha, beta = jax.random.normal(jax.random.key(0), (2, 4, 8))  # B = 4, D = 8
       >>> head = heads.ContrastiveHetXL(num_factors=2)
-      >>> pairs = head.apply(head.init(jax.random.key(1), alpha, beta), alpha, beta)
+      >>> pairs, _ = jax.jit(head.init_with_output)(jax.random.key(1), alpha, beta)
       >>> keys = example_keys(jax.random.key(2), jnp.arange(4))
-      >>> to_text, to_image = heads.contrastive_nll(pairs, Integrator(num_samples=1), keys)
+      >>> loss = jax.jit(heads.contrastive_nll, static_argnums=1)
+      >>> to_text, to_image = loss(pairs, Integrator(num_samples=1), keys)
       >>> to_text.nll.shape
       (4,)
 

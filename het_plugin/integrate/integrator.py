@@ -73,7 +73,7 @@ class Integrator:
       >>> from het_plugin import heads
       >>> from het_plugin.integrate import Integrator, example_keys
       >>> head, phi = heads.HetXL(num_classes=3, num_factors=2), jnp.ones((4, 8))
-      >>> logits = head.apply(head.init(jax.random.key(0), phi), phi)
+      >>> logits, _ = jax.jit(head.init_with_output)(jax.random.key(0), phi)
       >>> keys = example_keys(jax.random.key(1), jnp.arange(4))
       >>> nll = jax.jit(Integrator(num_samples=16).nll)
       >>> nll(logits, jnp.array([0, 1, 2, 0]), keys).shape
@@ -212,11 +212,10 @@ class Integrator:
         >>> from het_plugin import heads
         >>> from het_plugin.integrate import Integrator, shared_key
         >>> head, phi = heads.Het(num_classes=3, num_factors=2), jnp.ones((4, 8))
-        >>> logits = head.apply(head.init(jax.random.key(0), phi), phi)
+        >>> logits, _ = jax.jit(head.init_with_output)(jax.random.key(0), phi)
         >>> integrator, keys = Integrator(num_samples=32), shared_key(jax.random.key(1))
-        >>> draws = integrator.draws(logits, keys)
-        >>> same = integrator.log_prob(logits, draws) == integrator.log_prob(logits, keys)
-        >>> bool(same.all())
+        >>> draws, log_prob = integrator.draws(logits, keys), jax.jit(integrator.log_prob)
+        >>> bool((log_prob(logits, draws) == log_prob(logits, keys)).all())
         True
 
     Args:

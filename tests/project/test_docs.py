@@ -171,14 +171,18 @@ def test_parameters_in_the_text_exist(page):
       gin.parse_config(f'{name}.{parameter} = None')  # an error where there is no such parameter
 
 
+def examples(page):
+  """The Python of a page in its order, without blocks that are files of a reader's own."""
+  return '\n'.join(block for block in blocks(page, 'python') if not block.startswith('# my_'))
+
+
+# test_wheel.py runs the example of the README.
 @pytest.mark.slow
-@pages
+@pytest.mark.parametrize(
+  'page', [page for page in PAGES[1:] if examples(page)], ids=lambda page: page.name
+)
 def test_python_examples_run(page):
-  """Together, in the order of the page; those that are files of a reader's own are skipped."""
-  code = '\n'.join(block for block in blocks(page, 'python') if not block.startswith('# my_'))
-  if not code:
-    pytest.skip('no Python on this page')
-  subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True, timeout=120)
+  exec(compile(examples(page), page.name, 'exec'), {'__name__': page.name})
 
 
 @pytest.mark.slow
