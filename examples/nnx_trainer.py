@@ -3,7 +3,7 @@
     python examples/nnx_trainer.py
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/nnx_trainer.py   # on a CPU
 
-Half a minute on two CPU cores; ends at about 0.97 accuracy on digits that it has not seen. The
+Some seconds on two CPU cores; ends at about 0.97 accuracy on digits that it has not seen. The
 layer gives logits, so the loss is optax's cross-entropy. The batch is split over the mesh axis
 'data', and W over 'model'. Needs scikit-learn (for the digits) and optax: pip install '.[probe]'.
 """
@@ -17,7 +17,7 @@ from sklearn.model_selection import train_test_split
 
 from het_plugin.nnx import HetXL, LearnedTemperature, PredictiveLogits
 
-STEPS, BATCH, CLASSES = 200, 128, 10
+STEPS, BATCH, CLASSES = 150, 64, 10
 
 
 class Classifier(nnx.Module):
@@ -70,14 +70,14 @@ def main() -> float:
   with jax.set_mesh(mesh):
     model = Classifier(nnx.Rngs(0))
     mask = nnx.map_state(is_decayed, nnx.state(model, nnx.Param))
-    transform = optax.adamw(3e-3, weight_decay=1e-3, mask=mask)
+    transform = optax.adamw(6e-3, weight_decay=1e-3, mask=mask)
     optimizer = nnx.Optimizer(model, transform, wrt=nnx.Param)
     of_data = NamedSharding(mesh, PartitionSpec('data'))
     for step in range(STEPS):
       rows = jax.random.randint(jax.random.key(step), (BATCH,), 0, len(train_x))
       batch = jax.device_put((train_x[rows], train_y[rows]), of_data)
       loss = train_step(model, optimizer, *batch)
-      if step % 100 == 99:
+      if step % 50 == 49:
         print(f'step {step + 1} of {STEPS}: loss {loss:.3f}')
     accuracy = float((predict(model, test_x) == test_y).mean())
   print(f'accuracy {accuracy:.3f} on {len(test_y)} held-out digits')
