@@ -24,8 +24,9 @@ def test_backbone_and_head_make_the_model():
   head = HetXL(K, num_factors=R, class_multiple=1)
   model = ClassificationModel(encoder, head, None, integrator(4), integrator(6))
   batch = {'image': jnp.zeros((1, 8, 8, 3)), 'label': jnp.zeros((1, 1), jnp.int32)}
-  params = model.get_initial_variables(jax.random.key(0), {'image': (1, 8, 8, 3)})['params']
   key = jax.random.key(0)
+  shapes = {'image': (1, 8, 8, 3)}
+  params = jax.eval_shape(lambda: model.get_initial_variables(key, shapes)['params'])
   train = jax.make_jaxpr(jax.grad(lambda p: model.loss_fn(p, batch, key)[0]))(params)
   body = flops.backbone_flops(encoder, (1, 8, 8, 3))
   cost = flops.head_flops(head, D, integrator(4), integrator(6))

@@ -18,7 +18,7 @@ EFFECT = NoiseEffect(split='test', num_examples=24)
 def noisy_run(digits_run, monkeypatch):
   """HET-XL with many samples at evaluation; whoever opens a run gets it."""
   run = runs.open_run(digits_run[0])
-  run.model.eval_integrator = Integrator(4000, tilt=False, rotate=False)
+  run.model.eval_integrator = Integrator(1000, tilt=False, rotate=False)
   monkeypatch.setattr(runs, 'open_run', lambda path: run)
   return run
 
@@ -35,12 +35,16 @@ def batch_of(run, split='test', bounded=True):
 def test_against_samples_in_float64(noisy_run):
   found = EFFECT(None)
   batch = batch_of(noisy_run)
-  logits = noisy_run.model.logits(noisy_run.params, batch)
-  factors = np.asarray(logits.factors(), np.float64)[..., :10]  # [B, R + 1, K]
-  location = np.asarray(logits.location, np.float64)[:, :10]
-  tau = float(logits.temperature)
-  z = np.random.default_rng(0).standard_normal((10_000, *factors.shape[:2]))
-  noise = np.einsum('sbr,brk->sbk', z, factors) / tau
+
+  @jax.jit
+  def parts(params, batch):
+    logits = noisy_run.model.logits(params, batch)
+    return logits.factors(), logits.location, logits.temperature
+
+  factors, location, tau = (np.float64(x) for x in parts(noisy_run.params, batch))
+  factors, location = factors[..., :10], location[:, :10]  # [B, R + 1, K], [B, K]
+  z = np.random.default_rng(0).standard_normal((factors.shape[0], 10_000, factors.shape[1]))
+  noise = (z @ factors).swapaxes(0, 1) / tau  # [S, B, K]
   centred = noise - noise.mean(-1, keepdims=True)
   assert found['noise / tau'] == pytest.approx(np.sqrt(centred.var(0).mean()), rel=0.02)
   labels = batch['label'][:, 0]
@@ -86,12 +90,16 @@ def test_the_nll_of_each_example_and_a_temperature_of_others(digits_run, tmp_pat
   found = ExampleNLL(split='test[:24]', choose_split='train', num_examples=64)(tmp_path)
   written = np.load(tmp_path / 'nll.npz')
   batch = batch_of(run, 'test[:24]', bounded=False)
-  np.testing.assert_allclose(written['NLL'], -run.model.score_batch(run.params, batch), rtol=1e-4)
-  logits = run.model.logits(run.params, batch)
-  scale = found['tau of held-out'] / float(logits.temperature)
+
+  @jax.jit
+  def expected(params, batch, tau):
+    logits = run.model.logits(params, batch)
+    keys = example_keys(jax.random.key(run.model.eval_seed), batch['index'])
+    nll = run.model.eval_integrator.nll(logits.replace(temperature=tau), batch['label'], keys)
+    return run.model.score_batch(params, batch), nll, tau / logits.temperature
+
+  score, nll, scale = expected(run.params, batch, found['tau of held-out'])
+  np.testing.assert_allclose(written['NLL'], -score, rtol=1e-4)
   assert round(4 * np.log2(scale), 4) in range(-4, 5)
-  keys = example_keys(jax.random.key(run.model.eval_seed), batch['index'])
-  changed = logits.replace(temperature=scale * logits.temperature)
-  nll = jax.jit(run.model.eval_integrator.nll)(changed, batch['label'], keys)
   np.testing.assert_allclose(written['NLL, tau of held-out'], nll, rtol=1e-4)
   assert found['NLL, tau of held-out'] == pytest.approx(float(nll.mean()), rel=1e-4)
