@@ -44,8 +44,8 @@ ESTIMATOR = """
 import numpy as np
 from het_plugin.estimators import HetXLClassifier
 x = np.random.default_rng(0).normal(size=(60, 4))
-fitted = HetXLClassifier(num_factors=2, tol=0.1).fit(x, np.arange(60) % 3)
-assert fitted.predict_proba(x).shape == (60, 3)
+head = HetXLClassifier(C_noise=1.0, num_factors=2, num_samples=4, tol=0.1)
+assert head.fit(x, np.arange(60) % 3).predict_proba(x).shape == (60, 3)
 """
 
 
