@@ -89,16 +89,19 @@ def test_every_combination_of_a_sweep():
 
 @pytest.mark.slow
 def test_the_best_candidates_are_fine_tuned_and_selected(digits_run, run_main, tmp_path):
+  """And a fine-tuning that was interrupted goes on, without what it had predicted."""
   run, _ = digits_run
   asked = select, 'finetune', f'--checkpoint={run / "checkpoint_1"},{run / "checkpoint_2"}'
   wrong = run_main(*asked, '--sweep=LR=1e-3,1e-2', f'--output_dir={tmp_path / "wrong"}', code=2)
   assert 'LR = 0.001 is used by nothing: did you mean LEARNING_RATE?' in wrong
-  text = run_main(
+  arguments = (
     *asked,
     *('--keep=1', '--sweep=LEARNING_RATE=1e-3,1e-2', '--split=test', '--batch_size=64'),
     *('--gin.TRAIN_STEPS=3', f'--output_dir={tmp_path}', f'--json={tmp_path / "result.json"}'),
   )
-  found = json.loads((tmp_path / 'result.json').read_text())
+  text = run_main(*arguments)
+  result = (tmp_path / 'result.json').read_text()
+  found = json.loads(result)
   (kept,) = found['kept']
   assert found['proxy'][kept] == max(found['proxy'].values())
   assert {row['candidate'] for row in found['members']} <= {
@@ -110,26 +113,13 @@ def test_the_best_candidates_are_fine_tuned_and_selected(digits_run, run_main, t
   moved = [np.abs(x - start[name]).max() for name, x in params.items() if 'backbone' in name]
   assert 0 < max(moved) < 0.05  # a few small steps from the candidate
 
-
-@pytest.mark.slow
-def test_a_fine_tuning_that_was_interrupted_goes_on(digits_run, run_main, tmp_path):
-  arguments = (
-    *(select, 'finetune', f'--checkpoint={digits_run[0]}', '--keep=1', '--split=test'),
-    *('--batch_size=64', '--gin.TRAIN_STEPS=3', f'--output_dir={tmp_path}'),
-    *(f'--gin.{mode}/Integrator.num_samples=2' for mode in ('train', 'eval')),
-    f'--json={tmp_path / "result.json"}',
-  )
-  run_main(*arguments)
-  found = (tmp_path / 'result.json').read_text()
-  (newest,) = tmp_path.glob('runs/**/checkpoint_3')
-  params = checkpoint_reader.read_params(newest)
-  shutil.rmtree(newest)
-  (newest.parent / 'done.json').unlink()
-  (predicted,) = tmp_path.glob('predictions/test/*/*.npz')
+  shutil.rmtree(trained / 'checkpoint_3')
+  (trained / 'done.json').unlink()
+  (predicted,) = tmp_path.glob('predictions/test/*1e-2/*.npz')
   predicted.write_bytes(b'of another training')
-  run_main(*arguments)
-  assert (tmp_path / 'result.json').read_text() == found
-  for name, x in checkpoint_reader.read_params(newest).items():
+  assert run_main(*arguments).endswith(text)
+  assert (tmp_path / 'result.json').read_text() == result
+  for name, x in checkpoint_reader.read_params(trained / 'checkpoint_3').items():
     np.testing.assert_array_equal(x, params[name])
 
 
