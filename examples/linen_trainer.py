@@ -2,7 +2,7 @@
 
     python examples/linen_trainer.py
 
-Some seconds on two CPU cores; ends at about 0.97 accuracy on digits that it has not seen. The
+Under half a minute on two CPU cores; ends at 0.97 accuracy on digits that it has not seen. The
 lines with (*) are the ones that differ from a trainer with `nn.Dense` and a softmax cross-entropy.
 Needs scikit-learn (for the digits) and optax beside het_plugin: pip install '.[probe]'.
 """
