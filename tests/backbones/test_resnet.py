@@ -92,10 +92,10 @@ def test_representations():
 @pytest.mark.parametrize(
   'model',
   [
-    ResNet((1, 2), width=32, version='v1.5'),
-    ResNet((1, 2), width=32, version='v2'),
-    ConvNeXt((1, 2), width=8, version='v1'),
-    ConvNeXt((1, 2), width=8, version='v2'),
+    ResNet((1, 1), width=32, version='v1.5'),
+    ResNet((1, 1), width=32, version='v2'),
+    ConvNeXt((1, 1), width=8, version='v1'),
+    ConvNeXt((1, 1), width=8, version='v2'),
   ],
 )
 def test_gradients_reach_every_parameter(model):

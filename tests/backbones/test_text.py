@@ -64,14 +64,14 @@ def test_an_empty_text_is_finite(pooling):
 def test_bfloat16_and_scanned_blocks():
   model, params = tower('last')
   phi, intermediates = jax.jit(model.apply)({'params': params}, TEXT)
-  scanned, scanned_intermediates = dataclasses.replace(model, scan_layers=True, remat='full').apply(
+  looped = dataclasses.replace(model, scan_layers=True, remat='full')
+  scanned, scanned_intermediates = jax.jit(looped.apply)(
     {'params': stack(model, params, TEXT)}, TEXT
   )
   np.testing.assert_allclose(scanned, phi, atol=1e-5)
   assert scanned_intermediates.keys() == intermediates.keys()
-  half, intermediates = dataclasses.replace(model, dtype=jnp.bfloat16).apply(
-    {'params': params}, TEXT
-  )
+  short = dataclasses.replace(model, dtype=jnp.bfloat16)
+  half, intermediates = jax.jit(short.apply)({'params': params}, TEXT)
   assert half.dtype == jnp.float32
   assert intermediates['block00'].dtype == jnp.bfloat16
   np.testing.assert_allclose(half, phi, atol=0.1)
