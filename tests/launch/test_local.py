@@ -187,7 +187,10 @@ SETTINGS = [
   *('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2'),
   *('EVAL_PERIOD = 4', 'EVAL_STEPS = 2', 'SAVE_PERIOD = 2', 'STATS_PERIOD = 1', 'BATCH_SIZE = 16'),
   *('WARMUP_STEPS = 0', "warmup_schedule.decay = 'constant'", 'HetXL.num_factors = 4'),
-  *('train/Integrator.num_samples = 2', 'eval/Integrator.num_samples = 2'),
+  'train/Integrator.num_samples = 2',
+]
+EVALUATED = [
+  'eval/Integrator.num_samples = 2',
   "ACTIONS = {'TRAIN_EVAL': [@FewShotAction()]}",
   *('FewShotAction.image_size = 8', 'FewShotAction.channels = 1'),
   *('FewShotAction.shots = (1,)', 'FewShotAction.seeds = (0,)', 'FewShotAction.batch_size = 64'),
@@ -209,7 +212,8 @@ def start_training(model_dir, *bindings):
 def train_here(model_dir):
   """Trains four steps in this process with eight devices; {name: array} of the parameters."""
   files = [f'het_plugin/{file}' for file in GIN_FILES]
-  parsing.parse_config(files, [*SETTINGS, 'TRAIN_STEPS = 4', f"MODEL_DIR = '{model_dir}'"])
+  bindings = [*SETTINGS, *EVALUATED, 'TRAIN_STEPS = 4', f"MODEL_DIR = '{model_dir}'"]
+  parsing.parse_config(files, bindings)
   train_from_gin()
   gin.clear_config()
   return checkpoint_reader.read_params(str(model_dir))
@@ -248,7 +252,7 @@ def alone(tmp_path_factory):
 def test_two_processes_train_as_one_does_which_resumes_their_run(alone, tmp_path):
   """Two processes of four devices, mesh 8 x 1. Each reads its own rows, or losses would differ."""
   folder, expected = tmp_path / 'pair', losses(alone[0])
-  process = start_training(folder, 'TRAIN_STEPS = 4')
+  process = start_training(folder, *EVALUATED, 'TRAIN_STEPS = 4')
   output = process.communicate(timeout=400)[0]
   assert process.returncode == 0, output[-5000:]
   got = losses(folder)
@@ -274,7 +278,8 @@ def test_two_resume_what_one_saved_and_stop_together(alone, tmp_path):
   """Mesh 1 x 8: its model axis crosses processes. One gets SIGTERM before its first step."""
   folder = copy_step_2(alone[0], tmp_path)
   settings = ['TRAIN_STEPS = 1000', 'PjitPartitioner.num_partitions = 8', 'SAVE_PERIOD = 1000']
-  process = start_training(folder, *settings, 'EVAL_PERIOD = 1000')
+  settings.append('train.train_eval_dataset_cfg = None')
+  process = start_training(folder, *settings)
   read_until(process, r'^\[1\].*Resuming from')
   children = Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
   (pid,) = (

@@ -76,10 +76,15 @@ def test_rounds_follow_the_seed():
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_like_one_that_is_not(tmp_path):
-  """One process with two devices and one kill; tests/test_train.py sends SIGTERM."""
+  """One process with two devices and one kill; tests/test_train.py sends SIGTERM.
+
+  Of two samples, too few for a fit, which takes most of the time to compile.
+  """
   out = tmp_path / 'soak.json'
   command = [sys.executable, '-m', 'launch.soak', '--rounds=1', '--sigterm_share=0']
   command += ['--processes=1', '--devices=2', f'--folder={tmp_path / "runs"}', f'--json={out}']
+  command += ['--', *soak.DEFAULT_TRAINING]
+  command += [f'--gin.{mode}/Integrator.num_samples=2' for mode in ('train', 'eval')]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
   assert done.returncode == 0, done.stdout + done.stderr
   result = json.loads(out.read_text())

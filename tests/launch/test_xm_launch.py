@@ -167,10 +167,10 @@ def test_ctrl_c_lets_the_running_jobs_save(read, tmp_path):
 @pytest.mark.slow
 def test_a_sweep_trains_here(tmp_path):
   arguments = [*TINY, f'--model_dir={tmp_path}/sweep', '--gin.TRAIN_STEPS=2']
-  result = launch(tmp_path, *arguments, '--heads=het_xl', '--sweep=RANDOM_SEED=1')
+  result = launch(tmp_path, *arguments, '--heads=det', '--sweep=RANDOM_SEED=1')
   assert result.returncode == 0, result.stderr
   (run,) = (tmp_path / 'sweep').iterdir()
-  assert run.name == 'het_xl-RANDOM_SEED=1' and (run / 'checkpoint_2').exists()
+  assert run.name == 'det-RANDOM_SEED=1' and (run / 'checkpoint_2').exists()
 
 
 @needs_xmanager
