@@ -155,7 +155,6 @@ command_line.run(main)
   ('fault', 'culprit', 'codes'),
   [
     ('SIGKILL', 0, (128 + 9, exit_codes.LOST)),
-    ('SIGKILL', 1, (exit_codes.LOST, 128 + 9)),
     ('SIGSTOP', 1, (exit_codes.LOST, None)),
     ('raise', 1, (exit_codes.LOST, 1)),
   ],
