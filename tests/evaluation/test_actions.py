@@ -54,8 +54,12 @@ def make_context(model_dir, model=None):
   partitioner = PjitPartitioner(num_partitions=2)
   context = ActionContext(model, partitioner, Writer(), str(model_dir), 0, 0)
   shapes = {'image': (8, SIZE, SIZE, 1), 'text': (8, 12)}
-  variables = model.get_initial_variables(jax.random.key(0), shapes)
-  state = TrainState.create(optimizer, variables)
+
+  @jax.jit
+  def init():
+    return TrainState.create(optimizer, model.get_initial_variables(jax.random.key(0), shapes))
+
+  state = init()
   specs = partitioner.get_mesh_axes(state).params
   return context, state.replace(params=jax.device_put(state.params, partitioner.shardings(specs)))
 
