@@ -40,7 +40,7 @@ class Pixels(nn.Module):
 
 
 def make_model(head, integrator=None):
-  sampled = Integrator(num_samples=16)
+  sampled = Integrator(num_samples=2)
   return ClassificationModel(Pixels(), head, None, sampled, integrator or sampled)
 
 
