@@ -1,6 +1,7 @@
 """A small contrastive model, its embeddings as arrays, and a tokenizer of letters."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -36,16 +37,22 @@ class SmallContrastive(ContrastiveModel):
 
 def opened(seed=0, model_shards=1):
   """Model, partitioner, PartitionSpecs and placed parameters."""
+  partitioner, specs, init = _initializer(model_shards)
+  return SmallContrastive(), partitioner, specs, init(jax.random.key(seed))
+
+
+@functools.cache
+def _initializer(model_shards):
+  """One program for all seeds."""
   model, partitioner = SmallContrastive(), PjitPartitioner(num_partitions=model_shards)
   shapes = {'image': (1, SIZE, SIZE, 1), 'text': (1, 12)}
 
-  def init():
-    variables = model.get_initial_variables(jax.random.key(seed), shapes)
+  def init(key):
+    variables = model.get_initial_variables(key, shapes)
     return TrainState.create(model.optimizer_def, variables)
 
-  specs = partitioner.get_mesh_axes(jax.eval_shape(init)).params
-  params = partitioner.partition(lambda: init().params, (), specs)()
-  return model, partitioner, specs, params
+  specs = partitioner.get_mesh_axes(jax.eval_shape(init, jax.random.key(0))).params
+  return partitioner, specs, partitioner.partition(lambda key: init(key).params, None, specs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +70,17 @@ class Letters:
     return rows
 
 
+_embed_text = jax.jit(lambda *given: SmallContrastive().text_embeddings(*given))
+_embed_images = jax.jit(lambda *given: SmallContrastive().image_embeddings(*given))
+
+
 def text_vectors(params, tokens):
   """Embeddings of the text tower on one device."""
-  return np.asarray(jax.jit(SmallContrastive().text_embeddings)(jax.device_get(params), tokens))
+  return np.asarray(_embed_text(jax.device_get(params), tokens))
 
 
 def image_vectors(params, images):
-  embed = jax.jit(SmallContrastive().image_embeddings)
-  return np.asarray(embed(jax.device_get(params), {'image': images}))
+  return np.asarray(_embed_images(jax.device_get(params), {'image': images}))
 
 
 def class_vectors(params, names, templates, tokenize):
