@@ -16,7 +16,8 @@ from het_plugin.runs import open_run, starting
 pytestmark = pytest.mark.slow  # of the fixture `runs`
 
 TOWER = ('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2')
-DET = (*TOWER, 'TRAIN_STEPS = 1', 'BATCH_SIZE = 16', 'WARMUP_STEPS = 0', 'EVAL_STEPS = 1')
+NO_EVALUATION = 'train.train_eval_dataset_cfg = None'
+DET = (*TOWER, 'TRAIN_STEPS = 1', 'BATCH_SIZE = 16', 'WARMUP_STEPS = 0', NO_EVALUATION)
 TINY = (
   *(*TOWER, 'BATCH_SIZE = 16', 'EVAL_STEPS = 1', 'EVAL_PERIOD = 2', 'SAVE_PERIOD = 2'),
   *(f'text_transformer.{x}' for x in ('width = 16', 'depth = 1', 'mlp_dim = 16', 'num_heads = 2')),
@@ -61,9 +62,9 @@ def test_the_locked_tower_is_the_classifiers(runs):
 
 def test_late_noise_is_that_of_det_until_it_starts(runs, tmp_path):
   path = f"RestoreCheckpointConfig.path = '{runs[0]}'"
-  shared = *TINY, path, 'ACTIONS = None', 'LogitScale.initial_scale = 10.0'
+  shared = *TINY, path, 'ACTIONS = None', NO_EVALUATION, 'LogitScale.initial_scale = 10.0'
   train(tmp_path / 'det', ['runs/lit_glyphs_det'], *shared, 'TRAIN_STEPS = 2')
-  late = *shared, 'NOISE_START = 2', 'TRAIN_STEPS = 3', 'EVAL_PERIOD = 1', 'SAVE_PERIOD = 1'
+  late = *shared, 'NOISE_START = 2', 'TRAIN_STEPS = 3', 'SAVE_PERIOD = 1'
   files = ['runs/lit_glyphs_het_xl', 'heads/late_noise']
   train(tmp_path / 'late', files, *late, 'SaveCheckpointConfig.keep = 3')
   det, first, second, third = (
