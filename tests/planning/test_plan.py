@@ -47,7 +47,8 @@ def test_a_plan_for_virtual_devices(tmp_path, run_main):
   both = [*plan['collectives'], *plan['eval']['collectives']]
   assert all(c['kind'] != 'all-gather' or c['bytes'] < 4096 for c in both)
   # A replica axis splits the batch.
-  slices = worker.compile_in_process(request(mesh=[2, 2, 2], steps=['train']))
+  few = ['train/Integrator.num_samples = 2']
+  slices = step.plan(request(mesh=[2, 2, 2], steps=['train'], gin_bindings=few))
   assert slices['mesh'] == {'replica': 2, 'data': 2, 'model': 2}
   for part in ('parameters', 'optimizer state', 'batch'):
     assert slices['bytes_per_device'][part] == plan['bytes_per_device'][part]
@@ -122,7 +123,9 @@ def test_the_numbers_of_a_grid_are_written_before_its_picture(tmp_path, run_main
 
 
 @pytest.mark.slow
-def test_grid(tmp_path, run_main):
+def test_grid(tmp_path, run_main, monkeypatch):
+  """In this process; the test of one plan starts one."""
+  monkeypatch.setattr(search, 'compile_in_process', step.plan)
   out, png = tmp_path / 'grid.json', tmp_path / 'grid.png'
   text = run_main(
     main,
