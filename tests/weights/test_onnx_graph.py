@@ -55,7 +55,7 @@ BACKBONES = {
 def test_backbones(name):
   x = np.random.default_rng(0).uniform(-1, 1, (9, 16, 16, 3)).astype(np.float32)
   backbone = BACKBONES[name]
-  params = backbone.init(jax.random.key(0), x[:2])
+  params = jax.jit(backbone.init)(jax.random.key(0), x[:2])
   apply = jax.jit(lambda x: {'phi': backbone.apply(params, x)[0]})
   found, expected = run_onnx(apply, x)['phi'], np.asarray(apply(x)['phi'])
   # What is bfloat16 here is float32 there.
@@ -97,7 +97,7 @@ HEADS = {
 def test_heads(name):
   head, integrator = HEADS[name]
   x = np.random.default_rng(0).normal(size=(20, 12)).astype(np.float32)
-  params = head.init(jax.random.key(0), x[:2])
+  params = jax.jit(head.init)(jax.random.key(0), x[:2])
   serve = jax.jit(lambda x: heads.served(head.apply(params, x), integrator, entropies=True))
   found, expected = run_onnx(serve, x), serve(x)
   assert set(found) == set(expected)
