@@ -18,7 +18,7 @@ from het_plugin.evaluation.predict import predict as predict_images
 @pytest.mark.slow
 def test_images_of_a_file_and_of_a_folder(digits_run, run_main, tmp_path):
   run_dir, _ = digits_run
-  common = (f'--checkpoint={run_dir}', '--gin.eval/Integrator.num_samples=3', '--batch_size=64')
+  common = (f'--checkpoint={run_dir}', '--batch_size=64')
   run_main(
     evaluate,
     *(*common, '--split=test', '--save_predictions', f'--output_dir={tmp_path}'),

@@ -121,7 +121,8 @@ def test_one_checkpoint(digits_run):
 def test_the_average_of_the_parameters_is_opened_unless_told_otherwise(digits_run, tmp_path):
   files = [str(digits_run[0] / 'config.gin')]
   ema = ['OPTIMIZER = @with_ema()', 'with_ema.optimizer_def = @adamw()', 'with_ema.decay = 0.9']
-  parsing.parse_config(files, [*ema, f"MODEL_DIR = '{tmp_path}'"])
+  once = 'train.train_eval_dataset_cfg = None', f"MODEL_DIR = '{tmp_path}'"
+  parsing.parse_config(files, [*ema, *once])
   train_from_gin()
   gin.clear_config()
   average, params = (checkpoint_reader.read_params(tmp_path, ema) for ema in (True, False))
