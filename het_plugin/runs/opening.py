@@ -170,14 +170,17 @@ class Configuration:
     restore = checkpoints.RestoreCheckpointConfig(
       self.checkpoint, mode='specific', head=head, ema=ema
     )
-    errors = []
-    for channels in self._channels(functools.partial(initial_variables, model, lengths)):
+    errors, to_try = [], [_CHANNELS[0]]
+    while to_try:
+      channels = to_try.pop(0)
       init = functools.partial(initial_variables, model, lengths, channels)
       specs, target = _placement(model, partitioner, init)
       try:
         params = warm_start.restore_params(restore, target, self._arrays, model)
         break
       except ValueError as error:
+        if not errors:
+          to_try += self._other_channels(target)
         errors.append(error)
     else:
       raise min(errors, key=lambda error: len(str(error)))  # with the right channels it is shortest
@@ -201,18 +204,21 @@ class Configuration:
       resize=getattr(self.argument('train_eval_dataset_cfg'), 'resize', None),
     )
 
-  def _channels(self, init: Callable[[int], PyTree]) -> tuple[int, ...]:
-    """Channels to try: the usual ones, then those that the shapes of a run's parameters suggest."""
+  def _other_channels(self, target: PyTree) -> tuple[int, ...]:
+    """Channels to try if parameters of these shapes, for the usual ones, do not fit.
+
+    First those that the shapes of a run's parameters suggest: each costs a trace of the model.
+    """
     from het_plugin.training import checkpoint_reader
 
+    usual, *others = _CHANNELS
     if self.step is None:
-      return _CHANNELS
-    saved, c = checkpoint_reader.params_shapes(self.checkpoint), _CHANNELS[0]
-    usual = jax.eval_shape(lambda: init(c)['params'])
-    usual = {name: x.shape for name, x in traverse_util.flatten_dict(usual, sep='/').items()}
-    pairs = [zip(saved[name], usual[name], strict=False) for name in saved.keys() & usual]
-    found = {c * a // b for pair in pairs for a, b in pair if a != b and c * a % b == 0}
-    return *_CHANNELS, *sorted(found - set(_CHANNELS))
+      return tuple(others)
+    saved = checkpoint_reader.params_shapes(self.checkpoint)
+    shapes = {name: x.shape for name, x in traverse_util.flatten_dict(target, sep='/').items()}
+    pairs = [zip(saved[name], shapes[name], strict=False) for name in saved.keys() & shapes]
+    found = {usual * a // b for pair in pairs for a, b in pair if a != b and usual * a % b == 0}
+    return *sorted(found), *(c for c in others if c not in found)
 
 
 def configuration(

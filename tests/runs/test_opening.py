@@ -200,12 +200,12 @@ def test_a_run_of_t5x(digits_run, tmp_path):
 
 
 def test_any_number_of_channels_is_seen_in_the_shapes(monkeypatch):
-  def init(channels):
+  def params(channels):
     kernels = np.zeros((4, 4, channels, 16)), np.zeros((16, 7))
-    return {'params': {'backbone': {'embedding': kernels[0]}, 'head': {'kernel': kernels[1]}}}
+    return {'backbone': {'embedding': kernels[0]}, 'head': {'kernel': kernels[1]}}
 
-  for channels, tried in {1: (3, 1), 2: (3, 1, 2), 5: (3, 1, 5)}.items():
-    flat = traverse_util.flatten_dict(init(channels)['params'], sep='/')
+  for channels, tried in {1: (1,), 2: (2, 1), 5: (5, 1)}.items():
+    flat = traverse_util.flatten_dict(params(channels), sep='/')
     saved = {name: x.shape for name, x in flat.items()}
     monkeypatch.setattr(checkpoint_reader, 'params_shapes', lambda _, saved=saved: saved)
-    assert opening.Configuration('run', 1, None)._channels(init) == tried
+    assert opening.Configuration('run', 1, None)._other_channels(params(3)) == tried
