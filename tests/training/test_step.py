@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from het_plugin.training import metrics as metrics_lib
 from het_plugin.training import flops, optimizers, partitioning
+from het_plugin.training import metrics as metrics_lib
 from het_plugin.training import step as step_lib
 from tests.training import toy
 
