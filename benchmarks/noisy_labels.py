@@ -91,6 +91,7 @@ COLUMNS = (
   *('truth_nll_location', 'truth_ece', 'truth_ece_location', 'gradient'),
 )
 TO_DET = {'accuracy - DET': 'clean_accuracy_location', 'auroc - DET': 'auroc'}  # of the same rows
+PRINTED = (*COLUMNS, *TO_DET)
 SHOWN = {  # in the picture
   'det': 'DET',
   'cleanlab': 'cleanlab',
@@ -424,21 +425,25 @@ def measure(data, methods):
   return {method: rows[method] for method in methods}
 
 
+def point_of(row):
+  return tuple(row[name] for name in POINT)
+
+
 def over_seeds(rows):
   """{(point, head): {column: (mean, standard error, number of seeds)}}."""
   groups = {}
-  det = {(*(row[name] for name in POINT), row['seed']): row for row in rows if row['head'] == 'det'}
+  det = {(point_of(row), row['seed']): row for row in rows if row['head'] == 'det'}
   for row in rows:
-    if base := det.get((*(row[name] for name in POINT), row['seed'])):
+    if base := det.get((point_of(row), row['seed'])):
       known = {name: x for name, x in TO_DET.items() if row[x] is not None}
       row = row | {name: row[column] - base[column] for name, column in known.items()}
     if row['kind'] in FILES:  # the share is that of a split
       row = row | {'share': None}
-    groups.setdefault((*(row[name] for name in POINT), row['head']), []).append(row)
+    groups.setdefault((*point_of(row), row['head']), []).append(row)
   means = {}
   for key, found in groups.items():
     means[key] = {}
-    for column in (*COLUMNS, *TO_DET):
+    for column in PRINTED:
       values = [row[column] for row in found if row.get(column) is not None]
       if values:
         means[key][column] = np.mean(values), uncertainty.stderr(np.array(values)), len(values)
@@ -450,12 +455,12 @@ def print_rows(rows):
   table = []
   for key, found in means.items():
     cells = []
-    for column in (*COLUMNS, *TO_DET):
+    for column in PRINTED:
       mean, error, _ = found.get(column, (None, None, 0))
       text = '' if mean is None else f'{mean:.3f}'
       cells.append(text + (f' ± {error:.3f}' if error is not None else ''))
     table.append([*key, max(x[2] for x in found.values()), *cells])
-  print_table([*POINT, 'head', 'seeds', *COLUMNS, *TO_DET], table)
+  print_table([*POINT, 'head', 'seeds', *PRINTED], table)
 
 
 def compare_noise(rows):

@@ -190,7 +190,7 @@ def evaluates_ema(optimizer_def: Any) -> bool:
 
 
 def stop_frozen(optimizer_def: Any, params: PyTree) -> PyTree:
-  """The parameters, of which those that the optimizer keeps have no gradient."""
+  """The same parameters. No gradient flows into the frozen ones."""
   pattern = getattr(optimizer_def, 'frozen_params', None)  # optimizers that are not ours have none
   if pattern is None:
     return params

@@ -52,9 +52,8 @@ def accumulate_grads_microbatched(
 ) -> tuple[PyTree, Metrics]:
   """Gradients, float32 and shaped as the parameters, and metrics of the whole batch [B, ...].
 
-  Those of frozen parameters are 0.
-  Microbatches are computed one after the other, which changes only rounding. B must be divisible by
-  `num_microbatches` times the size of the data axis.
+  Gradients of frozen parameters are 0. Microbatches are computed one after the other, which changes
+  only rounding. B must be divisible by `num_microbatches` times the size of the data axis.
   """
 
   def loss(params: PyTree, microbatch: Batch) -> tuple[jax.Array, Metrics]:
