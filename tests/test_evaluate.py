@@ -1,7 +1,6 @@
 """The main, as a user runs it, on runs of a few steps."""
 
 import dataclasses
-import functools
 import json
 import shutil
 
@@ -12,7 +11,6 @@ import pytest
 from het_plugin import data, evaluate, runs, select
 from het_plugin import rows as rows_lib
 from het_plugin.data import task_info
-from het_plugin.estimators import noise_test
 
 
 @pytest.mark.slow
@@ -173,18 +171,13 @@ def test_accuracy_on_the_true_classes_where_a_task_knows_them(
 
 
 @pytest.mark.slow
-def test_what_noise_would_gain_over_a_run(
-  digits_det_run, digits_run, run_main, tmp_path, monkeypatch
-):
-  """Of one head, which saves the fits of the others."""
-  one = functools.partial(noise_test.of_run, heads=('het_xl',))
-  monkeypatch.setattr(noise_test, 'of_run', one)
+def test_what_noise_would_gain_over_a_run(digits_det_run, digits_run, run_main, tmp_path):
   run_dir, params = digits_det_run
   arguments = ('--noise_test', '--split=train', f'--json={tmp_path / "out.json"}')
   printed = run_main(evaluate, f'--checkpoint={run_dir}', *arguments)
   rows = json.loads((tmp_path / 'out.json').read_text())
-  assert [row['head'] for row in rows] == ['het_xl', 'hidden layer']
-  row = rows[0]
+  assert [row['head'] for row in rows] == ['het', 'het_h', 'het_xl', 'hidden layer']
+  row = rows[2]
   assert f'HET-XL would gain {row["gain"]:.4f} ± ' in printed and 'det: fitting W' in printed
   # The location that the test starts from is that of the model.
   run = runs.open_run(run_dir)
