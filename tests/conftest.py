@@ -3,6 +3,7 @@ of mains, a small trained run.
 """
 
 import contextlib
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -60,6 +61,10 @@ os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # Two workers compile 
 # The workers, the processes that tests start, and reruns compile the same programs.
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CHECKOUT / '.cache' / 'jax'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
+
+# Tracing and lowering make many objects that live on. Python's own thresholds take a tenth of that
+# time to look through them.
+gc.set_threshold(50_000, 10, 50)
 
 
 class TfdsFiles:
@@ -129,6 +134,7 @@ def few_memory_maps():
   maps = Path('/proc/self/maps')
   if 'jax' in sys.modules and maps.exists() and len(maps.read_bytes().splitlines()) > 20_000:
     sys.modules['jax'].clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
