@@ -35,14 +35,14 @@ from het_plugin.experiments import trainings
 from het_plugin.measures import knn
 from het_plugin.measures.ranking import best_first
 from het_plugin.rows import Rows
-from het_plugin.runs.opening import GinSettings
+from het_plugin.runs import opening
 from het_plugin.training import checkpoint_reader, optimizers, run_files
 
 _log = logging.getLogger(__name__)
 
 
 def finetune(
-  gin_settings: GinSettings,
+  gin_settings: opening.GinSettings,
   *,
   checkpoint: Sequence[str],
   names: Sequence[str] | None,
@@ -85,6 +85,7 @@ def finetune(
   settings = combinations(sweep)
   folder = run_files.local_folder('output_dir', output_dir)
   candidates = [_training(gin_settings, source) for source in checkpoint]
+  _check_links(names, candidates, folder)
   _check_used(gin_settings[1], candidates, settings, folder)
   dataset = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
   _check_splits(dataset, split=split, test_split=test_split or split)
@@ -153,6 +154,21 @@ def _check_used(
   trainings.check_used([*typed, *swept], runs, folder)
 
 
+def _check_links(
+  names: Sequence[str], candidates: Sequence[trainings.Training], folder: Path
+) -> None:
+  """Raises ValueError if the head of a fine-tuning is no softmax, as the ensemble needs."""
+  for name, training in zip(names, candidates, strict=True):
+    training.parse(folder)
+    model = opening.Configuration(str(folder), step=None, arrays=None).argument('model')
+    link = getattr(getattr(model, 'head', None), 'link', 'softmax')
+    if link != 'softmax':
+      raise ValueError(
+        f"the head of {name} has link = '{link}', and an ensemble needs a softmax: give "
+        f'--gin.{type(model.head).__name__}.link="\'softmax\'"'
+      )
+
+
 def _check_splits(dataset: str, **chosen: str) -> None:
   """Raises ValueError if the task has no such splits, which are read after all trainings."""
   sizes = data.classification_info(dataset).splits
@@ -163,7 +179,7 @@ def _check_splits(dataset: str, **chosen: str) -> None:
       raise ValueError(f'--{flag}={split}: {error}') from error
 
 
-def _training(gin_settings: GinSettings, source: str) -> trainings.Training:
+def _training(gin_settings: opening.GinSettings, source: str) -> trainings.Training:
   """A fine-tuning from a candidate: its own configuration, then the task's."""
   gin_files, gin_bindings, search_paths = gin_settings
   # The task has other classes, even if their number is the same.
