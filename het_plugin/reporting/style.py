@@ -80,6 +80,7 @@ def to_png(figure: Figure, dpi: int) -> bytes:
     # One for each letter, and for each time that it is drawn.
     warnings.filterwarnings('ignore', r'Glyph .* missing from font')
     figure.draw_without_rendering()  # places all, so that a legend of long names is not cut off
+    figure.set_layout_engine('none')  # saving would place all once more
     whole = Bbox.union([figure.bbox_inches, figure.get_tightbbox()])
     figure.savefig(png, format='png', dpi=dpi, bbox_inches=whole)
   return png.getvalue()
