@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import scipy.stats
+import scipy  # which imports its `stats` when it is first used: a training starts sooner
 
 from het_plugin.measures.fewshot import FewShotResult
 
