@@ -336,7 +336,7 @@ def check_encoder(module: nn.Module, poolings: Sequence[str]) -> None:
   choices = {'pooling': poolings, 'mlp': MLPS, 'norm': NORMS, 'remat': REMAT}
   for name in choices.keys() & {f.name for f in dataclasses.fields(module)}:
     check_choice(module, name, choices[name])
-  check_rates(module, 'dropout', 'stochastic_depth')
+  check_rates(module, 'dropout', 'stochastic_depth', 'norm_epsilon')
   check_dtype(module)
 
 
