@@ -105,19 +105,21 @@ def examples_png(
   def draw() -> Figure:
     lines = len(predictions)
     figure = style.new_figure(11, 1.5 + 0.55 * lines)
-    ratios = [2.2, *[1] * lines]
-    axes = figure.subplots(lines + 1, len(images), height_ratios=ratios, squeeze=False)
-    for ax, image, label in zip(axes[0], images, labels, strict=True):
+    grid = figure.add_gridspec(lines + 1, len(images), height_ratios=[2.2, *[1] * lines])
+    axes = [figure.add_subplot(grid[0, i]) for i in range(len(images))]
+    for ax, image, label in zip(axes, images, labels, strict=True):
       ax.imshow(np.clip((image + 1) / 2, 0, 1).squeeze(), cmap='gray', vmin=0, vmax=1)
       ax.set_title(label, fontsize=13)
-    for row, (model, found) in zip(axes[1:], predictions.items(), strict=True):
-      for ax, (what, probability, right) in zip(row, found, strict=True):
+    axes[0].set_ylabel('example, label above', rotation=0, ha='right', va='center', fontsize=10)
+    for row, (model, found) in enumerate(predictions.items(), start=1):
+      ax = figure.add_subplot(grid[row, :], xlim=(0, len(images)))
+      for i, (what, probability, right) in zip(range(len(images)), found, strict=True):
         color = _RIGHT if right else _WRONG
-        ax.text(0.45, 0.5, what, color=color, fontsize=15, ha='right', va='center')
-        ax.text(0.55, 0.5, f'{probability:.0%}', color=color, fontsize=9, va='center')
-      row[0].set_ylabel(model, rotation=0, ha='right', va='center', fontsize=10)
-    axes[0, 0].set_ylabel('example, label above', rotation=0, ha='right', va='center', fontsize=10)
-    for ax in axes.flat:
+        ax.text(i + 0.45, 0.5, what, color=color, fontsize=15, ha='right', va='center')
+        ax.text(i + 0.55, 0.5, f'{probability:.0%}', color=color, fontsize=9, va='center')
+      ax.set_ylabel(model, rotation=0, ha='right', va='center', fontsize=10)
+      axes.append(ax)
+    for ax in axes:
       ax.set_xticks([])
       ax.set_yticks([])
       ax.spines[:].set_visible(False)
