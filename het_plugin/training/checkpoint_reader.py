@@ -102,9 +102,10 @@ def params_shapes(checkpoint: epath.PathLike, ema: bool = False) -> dict[str, tu
 
   With `ema`, the shapes of the average that `optimizers.with_ema` keeps; ValueError without one.
   """
-  saved, failure = attempt(functools.partial(_metadata, epath.Path(checkpoint)))
+  tree, failure = attempt(functools.partial(_metadata, epath.Path(checkpoint)))
   if failure is not None:
     raise Unreadable(checkpoint, one_line(failure)) from failure
+  saved = named(tree)
   try:
     prefix = f'{params_root(saved, ema)}/'
   except ValueError as error:
@@ -180,8 +181,7 @@ def read_to(
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted[name].sharding)
 
   def read() -> dict[str, jax.Array]:
-    tree = handler.metadata(checkpoint / 'state').tree
-    item = jax.tree_util.tree_map_with_path(target, tree, is_leaf=_has_shape)
+    item = jax.tree_util.tree_map_with_path(target, _metadata(checkpoint), is_leaf=_has_shape)
     restore_args = ocp.checkpoint_utils.construct_restore_args(item)
     args = ocp.args.PyTreeRestore(item, restore_args=restore_args)
     arrays = named(handler.restore(checkpoint / 'state', args=args))
@@ -210,7 +210,7 @@ def describe(checkpoint: epath.Path) -> tuple[Description | None, dict[str, Any]
   """JSON of a checkpoint (None if it has no record) and metadata of its arrays by name."""
 
   def read() -> tuple[Description | None, dict[str, Any]]:
-    saved, description = _metadata(checkpoint), read_json(checkpoint)
+    saved, description = named(_metadata(checkpoint)), read_json(checkpoint)
     if description is not None and set(description.checksums) != set(saved):
       raise ValueError('its arrays differ from what was saved')
     return description, saved
@@ -267,8 +267,20 @@ def _mismatch(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[i
   return ''
 
 
-def _metadata(checkpoint: epath.Path) -> dict[str, Any]:
-  return named(ocp.StandardCheckpointHandler().metadata(checkpoint / 'state').tree)
+def _metadata(checkpoint: epath.Path) -> PyTree:
+  """The tree of a checkpoint's arrays, with their shapes and dtypes in place of values."""
+  state = checkpoint / 'state'
+  file = state / '_METADATA'
+  written = file.stat() if file.exists() else None  # an older orbax wrote none
+  return _read_metadata(state, written and (written.mtime, written.length))
+
+
+# orbax opens every array twice for it, and who opens a run asks five times. A complete checkpoint
+# does not change. If another one took its place, the time and the length tell.
+@functools.lru_cache(maxsize=4)
+def _read_metadata(state: epath.Path, written: tuple[int, int] | None) -> PyTree:
+  del written
+  return ocp.PyTreeCheckpointHandler().metadata(state).tree
 
 
 def named(tree: PyTree) -> dict[str, Any]:
