@@ -1,7 +1,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -10,7 +9,7 @@ from flax.linen import partitioning
 from het_plugin.backbones import ConvNeXt, ResNet, convnext, resnet, wide_resnet
 from het_plugin.backbones.resnet import StandardizedConv
 from tests.meshes import make_mesh, on_mesh
-from tests.params import perturbed
+from tests.params import drawn, perturbed
 
 P = jax.sharding.PartitionSpec
 RULES = (('batch', 'data'), ('mlp', 'model'), ('embed', None))
@@ -64,12 +63,18 @@ def test_a_small_stem_keeps_the_resolution():
 def test_convolution_is_that_of_flax_on_a_standardized_kernel(stride, same_padding):
   x = images(2, 9, 5)
   conv = StandardizedConv(7, 3, (None, 'embed'), stride, same_padding)
-  kernel = random_params(conv, x)['kernel']
+  kernel = drawn(conv.init, x)['kernel']
   flat = np.asarray(kernel, np.float64).reshape(-1, 7)
   standardized = ((flat - flat.mean(0)) / flat.std(0)).reshape(kernel.shape)
   plain = nn.Conv(7, (3, 3), stride, 'SAME' if same_padding else 1, use_bias=False)
-  expected = plain.apply({'params': {'kernel': jnp.asarray(standardized, jnp.float32)}}, x)
-  np.testing.assert_allclose(conv.apply({'params': {'kernel': kernel}}, x), expected, atol=1e-4)
+
+  @jax.jit
+  def both(*kernels):
+    return [
+      y.apply({'params': {'kernel': z}}, x) for y, z in zip((conv, plain), kernels, strict=True)
+    ]
+
+  np.testing.assert_allclose(*both(kernel, standardized.astype(np.float32)), atol=1e-4)
 
 
 @pytest.mark.slow
@@ -77,7 +82,7 @@ def test_representations():
   model = ResNet((1, 2), width=32)
   (phi, intermediates), _ = jax.jit(model.init_with_output)(jax.random.key(0), images())
   assert phi.shape == (4, model.pre_logits_dim) == (4, 256)
-  assert phi.dtype == jnp.float32
+  assert phi.dtype == np.float32
   shapes = {name: x.shape for name, x in intermediates.items()}
   assert shapes == {
     'root': (4, 8, 8, 32),

@@ -1,5 +1,7 @@
 """The contrastive heads against float64 numpy: representations, noise, loss, counts, zero-shot."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +55,7 @@ def numpy_noise(params, phi, z, head):
   return (np.einsum('bsr,brq->bsq', z[..., :R], loading) + d[:, None] * z[..., R:]) / root
 
 
-def numpy_nll(head, params, direction, num_samples):
+def numpy_nll(head, params, direction, z):
   """-log E[p] [B] of one direction, an example, a sample and a class at a time."""
   rows, columns = [np.asarray(x, np.float64) for x in (ALPHA, BETA)]
   name = ('image_to_text', 'text_to_image')[direction]
@@ -61,8 +63,6 @@ def numpy_nll(head, params, direction, num_samples):
     rows, columns = columns, rows
   if head.pre_normalization:
     rows, columns = unit(rows), unit(columns)
-  keys = jax.vmap(jax.random.fold_in, (0, None))(KEYS, direction)
-  z = iid(keys, jnp.arange(num_samples), R + 1)
   samples = rows[:, None] + numpy_noise(params[name], rows, z, head)
   if head.post_normalization:
     samples, columns = unit(samples), unit(columns)
@@ -85,36 +85,55 @@ def test_het_xl_follows_eq_8(settings):
   num_samples = 1 if head.post_normalization else S
   params = init(head)
   integrator = Integrator(num_samples=num_samples, sampler='iid')
-  got = jax.jit(lambda p: contrastive_nll(pairs_of(head, p), integrator, KEYS))(params)
-  for direction in (0, 1):
-    expected = numpy_nll(head, params, direction, num_samples)
-    np.testing.assert_allclose(got[direction].nll, expected, rtol=3e-5, atol=3e-6)
+
+  @jax.jit
+  def found(params):
+    keys = [jax.vmap(jax.random.fold_in, (0, None))(KEYS, direction) for direction in (0, 1)]
+    z = [iid(x, jnp.arange(num_samples), R + 1) for x in keys]
+    return contrastive_nll(pairs_of(head, params), integrator, KEYS), z
+
+  for direction, (got, z) in enumerate(zip(*found(params), strict=True)):
+    expected = numpy_nll(head, params, direction, z)
+    np.testing.assert_allclose(got.nll, expected, rtol=3e-5, atol=3e-6)
 
 
 def test_det_follows_eq_6():
   head = ContrastiveDet(temperature=LogitScale(7.0))
-  pairs = pairs_of(head, head.init(jax.random.key(0), ALPHA, BETA)['params'])
+
+  @jax.jit
+  def found(alpha, beta):
+    pairs, _ = head.init_with_output(jax.random.key(0), alpha, beta)
+    return pairs, contrastive_nll(pairs)
+
+  pairs, of_directions = found(ALPHA, BETA)
   assert pairs.image_to_text is None and pairs.text_to_image is None
   alpha, beta = (np.asarray(x, np.float64) for x in (ALPHA, BETA))
   u = 7.0 * unit(alpha) @ unit(beta).T
-  for got, logits in zip(contrastive_nll(pairs), (u, u.T), strict=True):
+  for got, logits in zip(of_directions, (u, u.T), strict=True):
     np.testing.assert_allclose(got.nll, -np.diag(log_softmax(logits)), rtol=2e-5, atol=2e-6)
     np.testing.assert_array_equal(got.correct, logits.argmax(1) == np.arange(B))
 
 
-def test_gradient_reaches_every_parameter_and_both_towers():
+@functools.cache
+def loss_and_gradient():
+  """Of one sample: (params, alpha, beta) -> loss of all pairs, gradient in all arguments."""
   head = ContrastiveHetXL(num_factors=R)
-  params = init(head)
 
   def loss(params, alpha, beta):
     pairs = pairs_of(head, params, alpha, beta)
     return sum(x.nll.mean() for x in contrastive_nll(pairs, Integrator(1, sampler='iid'), KEYS))
 
-  gradient = jax.jit(jax.grad(loss, (0, 1, 2)))(params, ALPHA, BETA)
-  assert all(jnp.abs(x).max() > 1e-5 for x in jax.tree.leaves(gradient))
+  return init(head), jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+
+
+def test_gradient_reaches_every_parameter_and_both_towers():
+  params, step = loss_and_gradient()
+  _, gradient = step(params, ALPHA, BETA)
+  gradient = jax.tree.map(np.asarray, gradient)
+  assert all(np.abs(x).max() > 1e-5 for x in jax.tree.leaves(gradient))
   # Scaling a representation of unit length changes nothing, so gradients are tangents.
   for x, g in zip((ALPHA, BETA), gradient[1:], strict=True):
-    np.testing.assert_allclose(jnp.sum(x * g, axis=-1), 0.0, atol=1e-5)
+    np.testing.assert_allclose(np.sum(np.asarray(x) * g, axis=-1), 0.0, atol=1e-5)
 
 
 def test_parameter_counts():
@@ -152,36 +171,47 @@ def test_class_log_prob(post_normalization):
   head = ContrastiveHetXL(
     num_factors=R, initial_noise_scale=1.0, post_normalization=post_normalization
   )
-  pairs = pairs_of(head, init(head))
-  classes = unit(np.random.default_rng(0).normal(size=(K, D)))
-  integrator = Integrator(S, sampler='iid')
-  noise = {'covariance': pairs.image_to_text, 'integrator': integrator, 'keys': KEYS}
-  tau, settings = pairs.temperature, {'post_normalization': post_normalization}
-  eps = pairs.image_to_text.noise(iid(KEYS, jnp.arange(S), R + 1))
-  samples = np.asarray(pairs.alpha[:, None] + eps, np.float64)
+  params, classes = init(head), unit(np.random.default_rng(0).normal(size=(K, D)))
+  integrator, embeddings = Integrator(S, sampler='iid'), np.float32(classes)
+
+  @jax.jit
+  def found(params):
+    pairs = pairs_of(head, params)
+    covariance, tau = pairs.image_to_text, pairs.temperature
+    noise = {'covariance': covariance, 'integrator': integrator, 'keys': KEYS}
+    without = ({**noise, 'integrator': None}, {**noise, 'covariance': None}, {})
+    log_p = [
+      class_log_prob(pairs.alpha, embeddings, tau, **x, post_normalization=post_normalization)
+      for x in (noise, *without)
+    ]
+    return pairs, covariance.noise(iid(KEYS, jnp.arange(S), R + 1)), log_p
+
+  pairs, eps, (got, *without) = found(params)
+  alpha, tau = np.asarray(pairs.alpha, np.float64), pairs.temperature
+  samples = alpha[:, None] + np.asarray(eps, np.float64)
   samples = unit(samples) if post_normalization else samples
   p = np.exp(log_softmax(samples @ classes.T / float(tau)))
-  embeddings = jnp.asarray(classes, jnp.float32)
-  got = class_log_prob(pairs.alpha, embeddings, tau, **noise, **settings)
   np.testing.assert_allclose(got, np.log(p.mean(1)), rtol=2e-5, atol=2e-6)
-  expected = log_softmax(np.asarray(pairs.alpha, np.float64) @ classes.T / float(tau))
-  for without in ({**noise, 'integrator': None}, {**noise, 'covariance': None}, {}):
-    got = class_log_prob(pairs.alpha, embeddings, tau, **without, **settings)
-    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
+  expected = log_softmax(alpha @ classes.T / float(tau))
+  for x in without:
+    np.testing.assert_allclose(x, expected, rtol=2e-5, atol=2e-6)
   with pytest.raises(ValueError, match='noise needs keys'):
     class_log_prob(pairs.alpha, embeddings, tau, pairs.image_to_text, integrator)
 
 
 def test_class_log_prob_of_classes_that_a_mesh_does_not_divide():
   head = ContrastiveHetXL(num_factors=R)
-  pairs = pairs_of(head, init(head))
-  classes = jax.random.normal(jax.random.key(3), (K + 1, D))
-  arguments = pairs.alpha, classes, pairs.temperature, pairs.image_to_text
+  params, classes = init(head), np.random.default_rng(0).normal(size=(K + 1, D)).astype('f4')
   integrator = Integrator(num_samples=40, sampler='iid')
-  expected = class_log_prob(*arguments, integrator, KEYS)
-  mesh = make_mesh(2, 4)
-  with on_mesh(mesh):
-    got = jax.jit(lambda *x: class_log_prob(*x, integrator, KEYS))(*arguments)
+
+  def find(params):
+    pairs = pairs_of(head, params)
+    arguments = pairs.alpha, classes, pairs.temperature, pairs.image_to_text
+    return class_log_prob(*arguments, integrator, KEYS)
+
+  expected = jax.jit(find)(params)
+  with on_mesh(make_mesh(2, 4)):
+    got = jax.jit(find)(params)
   np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
@@ -204,15 +234,10 @@ def test_bfloat16_products_give_float32_losses():
 
 
 def test_a_zero_representation_is_finite():
-  head = ContrastiveHetXL(num_factors=R)
-  params = init(head)
-
-  def loss(alpha):
-    pairs = pairs_of(head, params, alpha, BETA)
-    return sum(x.nll.sum() for x in contrastive_nll(pairs, Integrator(1, sampler='iid'), KEYS))
-
-  value, gradient = jax.jit(jax.value_and_grad(loss))(ALPHA.at[0].set(0.0))
-  assert jnp.isfinite(value) and jnp.isfinite(gradient).all()
+  params, step = loss_and_gradient()
+  alpha = np.array(ALPHA)
+  alpha[0] = 0.0
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(step(params, alpha, BETA)))
 
 
 @pytest.mark.parametrize(
@@ -232,5 +257,6 @@ def test_bad_settings_are_one_sentence(head, rows, words):
 
 def test_noise_without_keys_is_refused():
   head = ContrastiveHetXL(num_factors=R)
+  pairs = jax.jit(pairs_of, static_argnums=0)(head, init(head))
   with pytest.raises(ValueError, match='need keys'):
-    contrastive_nll(pairs_of(head, init(head)), Integrator(1, sampler='iid'))
+    contrastive_nll(pairs, Integrator(1, sampler='iid'))

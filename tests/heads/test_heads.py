@@ -25,7 +25,7 @@ from het_plugin.heads import (
   noise_in_directions,
 )
 from het_plugin.integrate import Integrator, example_keys, iid
-from tests.params import perturbed
+from tests.params import drawn
 
 B, D, K, R, H, M, S = 3, 6, 13, 4, 5, 7, 9
 HEADS = {
@@ -45,8 +45,11 @@ def size(tree):
 
 def init(head, *inputs):
   """Parameters with every bias away from zero, so that none of them can be forgotten."""
-  params = jax.jit(head.init)(jax.random.key(1), *(inputs or [PHI])).get('params', {})
-  return perturbed(params)
+  return drawn(head.init, *(inputs or [PHI]))
+
+
+def shapes_of(head):
+  return jax.eval_shape(head.init, jax.random.key(0), PHI)
 
 
 @pytest.mark.parametrize('factor_bias', [False, True])
@@ -61,13 +64,11 @@ def test_parameter_counts_are_the_papers(factor_bias):
   }
   det = HEADS['det'].clone(temperature=temperature, class_multiple=1)
   assert det.extra_params(D) == learned
-  assert (
-    size(det.init(jax.random.key(0), PHI)['params']) == det.num_params(D) == (D + 1) * K + learned
-  )
+  assert size(shapes_of(det)['params']) == det.num_params(D) == (D + 1) * K + learned
   for name, extra in expected.items():
     head = HEADS[name].clone(temperature=temperature, class_multiple=1, factor_bias=factor_bias)
     assert head.extra_params(D) == extra + learned, name
-    assert size(head.init(jax.random.key(0), PHI)['params']) == head.num_params(D), name
+    assert size(shapes_of(head)['params']) == head.num_params(D), name
 
 
 def test_het_xl_of_the_paper_adds_what_table_3_says():
@@ -110,12 +111,19 @@ def test_heads_follow_their_equations(name, factor_bias):
   head = HEADS[name].clone(factor_bias=factor_bias, temperature=FixedTemperature(0.6))
   params = init(head)
   keys = example_keys(jax.random.key(5), jnp.arange(B))
-  logits = numpy_forward(name, params, iid(keys, jnp.arange(S), R + 1), factor_bias) / 0.6
+
+  @jax.jit
+  def found(params):
+    logits = head.apply({'params': params}, PHI)
+    orders = ('sample_then_project', 'project_then_sample')
+    of_orders = [Integrator(S, order, sampler='iid').log_prob(logits, keys) for order in orders]
+    return iid(keys, jnp.arange(S), R + 1), of_orders
+
+  z, of_orders = found(params)
+  logits = numpy_forward(name, params, z, factor_bias) / 0.6
   log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   expected = np.log(np.exp(log_p).mean(axis=1))
-  for order in ('sample_then_project', 'project_then_sample'):
-    log_prob = Integrator(num_samples=S, order=order, sampler='iid').log_prob
-    got = jax.jit(lambda p, f=log_prob: f(head.apply({'params': p}, PHI), keys))(params)
+  for got in of_orders:
     np.testing.assert_allclose(got[:, :K], expected, rtol=2e-5, atol=2e-6)
 
 
@@ -158,14 +166,16 @@ def test_initial_bias_makes_the_first_loss_independent_of_tau():
   """With sigmoid and -10 the loss of a wide multi-label head starts near 10 for its one label,
   whatever tau_0.
   """
-  labels = jnp.zeros((B, 1), jnp.int32)
-  keys = example_keys(jax.random.key(0), jnp.arange(B))
-  for tau_0 in (0.5, 2.525, 4.5):
-    head = Det(
-      5000, link='sigmoid', initial_bias=-10.0, temperature=LearnedTemperature(initial_tau=tau_0)
-    )
-    params = head.init(jax.random.key(0), jnp.zeros_like(PHI))['params']
-    loss = Integrator().nll(head.apply({'params': params}, jnp.zeros_like(PHI)), labels, keys)
+  labels, keys = np.zeros((B, 1), np.int32), example_keys(jax.random.key(0), jnp.arange(B))
+
+  def loss_of(phi, tau_0):
+    temperature = LearnedTemperature(initial_tau=tau_0)
+    head = Det(5000, link='sigmoid', initial_bias=-10.0, temperature=temperature)
+    logits, _ = head.init_with_output(jax.random.key(0), phi)
+    return Integrator().nll(logits, labels, keys)
+
+  losses = jax.jit(lambda phi: [loss_of(phi, tau_0) for tau_0 in (0.5, 2.525, 4.5)])
+  for loss in losses(np.zeros(PHI.shape, np.float32)):
     np.testing.assert_allclose(loss, 10 + 5000 * np.exp(-10), rtol=1e-2)
 
 
@@ -182,10 +192,15 @@ def test_buckets_without_a_class_change_no_logit():
   params, short = init(head), head.clone(empty_buckets=False)
   used = head.used_buckets(D)
   assert set(used) == set(class_buckets(K, 40, 0)) and short.extra_params(D) < head.extra_params(D)
-  cut = {name: x[..., used] for name, x in params['covariance'].items()}
-  logits = short.apply({'params': params | {'covariance': cut}}, PHI)
-  expected = head.apply({'params': params}, PHI)
-  np.testing.assert_allclose(logits.factors()[..., :K], expected.factors()[..., :K], rtol=1e-6)
+  cut = {name: np.asarray(x)[..., used] for name, x in params['covariance'].items()}
+
+  @jax.jit
+  def both(params, cut):
+    logits = short.apply({'params': params | {'covariance': cut}}, PHI)
+    return logits.factors(), head.apply({'params': params}, PHI).factors()
+
+  found, expected = both(params, cut)
+  np.testing.assert_allclose(found[..., :K], expected[..., :K], rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -212,6 +227,7 @@ def test_noise_starts_in_given_directions(parametrization):
   params = init(head)
   directions = np.random.default_rng(0).normal(size=(R + 1, head.padded_classes))
 
+  @jax.jit
   def factors(noise):
     return head.apply({'params': params | {'covariance': noise}}, PHI).factors()
 
@@ -275,13 +291,13 @@ def test_opaque_get_logits_as_module_and_as_function():
 
 def test_every_parameter_carries_logical_axes():
   for name, head in HEADS.items():
-    variables = head.clone(temperature=LearnedTemperature()).init(jax.random.key(0), PHI)
+    variables = shapes_of(head.clone(temperature=LearnedTemperature()))
     axes = partitioning.get_axis_names(variables['params_axes'])
     assert jax.tree.structure(axes, is_leaf=lambda x: isinstance(x, tuple)).num_leaves == len(
       jax.tree.leaves(variables['params'])
     ), name
     assert axes['kernel'] == jax.sharding.PartitionSpec('embed', 'vocab')
-  axes = partitioning.get_axis_names(HEADS['het'].init(jax.random.key(0), PHI)['params_axes'])
+  axes = partitioning.get_axis_names(shapes_of(HEADS['het'])['params_axes'])
   assert axes['covariance']['J'] == jax.sharding.PartitionSpec('factors', 'vocab')
 
 
@@ -309,8 +325,13 @@ def test_bfloat16_products_give_float32_logits(name='het_xl'):
   head = HEADS[name].clone(dtype=jnp.bfloat16)
   params = init(head)
   keys = example_keys(jax.random.key(5), jnp.arange(B))
-  got = Integrator(S, sampler='iid').log_prob(head.apply({'params': params}, PHI), keys)
-  exact = Integrator(S, sampler='iid').log_prob(HEADS[name].apply({'params': params}, PHI), keys)
+
+  @jax.jit
+  def found(params):
+    both = (x.apply({'params': params}, PHI) for x in (head, HEADS[name]))
+    return [Integrator(S, sampler='iid').log_prob(logits, keys) for logits in both]
+
+  got, exact = found(params)
   assert got.dtype == jnp.float32
   np.testing.assert_allclose(got[:, :K], exact[:, :K], atol=0.2)
 
