@@ -14,6 +14,7 @@ from het_plugin.integrate.exact import marginals
 from het_plugin.training.flops import count_flops
 from tests.integrate.hlo import collectives
 from tests.integrate.test_integrator import (
+  KP,
   MULTI_LABELS,
   K,
   R,
@@ -43,55 +44,63 @@ FORMS = [
 
 
 def all_factors(logits):
-  """F [B, T, Q] over tau, without d where that is noise of each dimension."""
+  """F [B, T, Q] over tau, without d where that is noise of each dimension; and d."""
   noise = logits.covariance.scaled(1.0 / logits.temperature)
   rows = [noise.dense_loading()]
   if noise.remainder == 'rank_one':
     rows.append(noise.diag[:, None])
-  return np.concatenate(rows, axis=1), np.asarray(noise.diag)
+  return jnp.concatenate(rows, axis=1), noise.diag
 
 
 @pytest.mark.parametrize('kind,full,remainder', FORMS)
-@pytest.mark.parametrize('count', [1, 2, R - 1])
-def test_variances_are_those_of_the_formula(kind, full, remainder, count, monkeypatch):
+def test_variances_are_those_of_the_formula(kind, full, remainder, monkeypatch):
   """And the directions leave hardly more than those of an eigendecomposition."""
-  found = []
+  counts, kept = (1, 2, R - 1), []
   axes_of = principal.principal_axes
 
   def keep(*args):
-    found.append(np.asarray(axes_of(*args)))
-    return found[0]
+    kept.append(axes_of(*args))
+    return kept[-1]
 
   monkeypatch.setattr(principal, 'principal_axes', keep)
+
+  @jax.jit
+  def run(logits):
+    noises = [principal.reduced(logits.covariance, count) for count in counts]
+    variances = [marginals(logits.replace(covariance=x), 2**28)[1] for x in noises]
+    return variances, kept, all_factors(logits)
+
   with jax.enable_x64(True):
     logits = gaussian(make(kind, full=full), kind, remainder, 'sigmoid')
-    noise = principal.reduced(logits.covariance, count)
-    _, variance = marginals(logits.replace(covariance=noise), 2**28)
-    (axes,) = found
-    factors, diag = all_factors(logits)
+    variances, of_counts, (factors, diag) = jax.tree.map(np.asarray, run(logits))
   kernel = np.asarray(logits.projection.kernel)
-  np.testing.assert_allclose(axes @ np.swapaxes(axes, 1, 2), [np.eye(count)] * 3, atol=1e-12)
-  rows = axes @ factors
-  rest = np.square(factors).sum(1) - np.square(rows).sum(1)
-  if remainder == 'diag':
-    rest += np.square(diag)
-  expected = np.square(rows @ kernel).sum(1) + rest @ np.square(kernel)
-  np.testing.assert_allclose(variance, expected, rtol=1e-10)
-
   gram = factors @ np.swapaxes(factors, 1, 2)
-  best = np.linalg.eigvalsh(gram)[:, ::-1][:, :count].sum(1)
-  held = np.einsum('bmt,bts,bms->b', axes, gram, axes)
-  assert held.sum() > 0.9 * best.sum() and (held <= best * (1 + 1e-9)).all()
+  for count, variance, axes in zip(counts, variances, of_counts, strict=True):
+    np.testing.assert_allclose(axes @ np.swapaxes(axes, 1, 2), [np.eye(count)] * 3, atol=1e-12)
+    rows = axes @ factors
+    rest = np.square(factors).sum(1) - np.square(rows).sum(1)
+    if remainder == 'diag':
+      rest += np.square(diag)
+    expected = np.square(rows @ kernel).sum(1) + rest @ np.square(kernel)
+    np.testing.assert_allclose(variance, expected, rtol=1e-10)
+
+    best = np.linalg.eigvalsh(gram)[:, ::-1][:, :count].sum(1)
+    held = np.einsum('bmt,bts,bms->b', axes, gram, axes)
+    assert held.sum() > 0.9 * best.sum() and (held <= best * (1 + 1e-9)).all()
 
 
-@pytest.mark.parametrize('kind,full,remainder', FORMS)
+@pytest.mark.parametrize('kind,full,remainder', FORMS[::3])  # both loadings, both remainders
 def test_as_many_as_there_are_is_exact(kind, full, remainder):
   logits = gaussian(make(kind, full=full, dtype=jnp.float32), kind, remainder, 'sigmoid')
-  expected = Integrator().nll(logits, pad(MULTI_LABELS))
-  for count in (R, R + 1, 10**6):
-    found = Integrator(principal_factors=count).nll(logits, pad(MULTI_LABELS))
-    np.testing.assert_array_equal(found, expected)
-  fewer = Integrator(principal_factors=R - 1).nll(logits, pad(MULTI_LABELS))
+
+  @jax.jit
+  def losses(logits):
+    counts = (None, R, R + 1, 10**6, R - 1)
+    return [Integrator(principal_factors=m).nll(logits, pad(MULTI_LABELS)) for m in counts]
+
+  expected, *found, fewer = losses(logits)
+  for x in found:
+    np.testing.assert_array_equal(x, expected)
   assert np.abs(fewer - expected).max() > 1e-4
 
 
@@ -112,7 +121,7 @@ def test_gradient_is_that_of_the_objective_with_fixed_directions(
     gradient = jax.grad(loss)(arrays)
     logits = gaussian(arrays, kind, remainder, 'sigmoid')
     factors, _ = all_factors(logits)
-    axes = principal.principal_axes(jnp.asarray(factors), 2)
+    axes = principal.principal_axes(factors, 2)
     monkeypatch.setattr(principal, 'principal_axes', lambda *_: axes)
     for name, x in arrays.items():
       step = 1e-5 * rng.normal(size=x.shape)
@@ -173,12 +182,15 @@ def test_a_mesh_changes_nothing(shape):
 
 def test_padded_classes_do_not_count():
   arrays = make('shared_w', dtype=jnp.float32)
-  other = arrays | {'kernel': arrays['kernel'].at[:, K:].mul(100.0)}
-  found = [
-    Integrator(principal_factors=2).nll(gaussian(x, 'shared_w', link='sigmoid'), pad(MULTI_LABELS))
-    for x in (arrays, other)
-  ]
-  np.testing.assert_array_equal(*found)
+  scale = np.where(np.arange(KP) < K, np.float32(1), np.float32(100))
+  other = arrays | {'kernel': np.asarray(arrays['kernel']) * scale}
+
+  @jax.jit
+  def nll(arrays):
+    logits = gaussian(arrays, 'shared_w', link='sigmoid')
+    return Integrator(principal_factors=2).nll(logits, pad(MULTI_LABELS))
+
+  np.testing.assert_array_equal(nll(arrays), nll(other))
 
 
 @pytest.mark.slow
@@ -238,9 +250,16 @@ def test_noise_of_zero_is_det(class_tile):
     noise = dataclasses.replace(noise, scale=scale * noise.scale, diag=scale * noise.diag)
     return integrator.nll(dataclasses.replace(logits, covariance=noise), LABELS).sum()
 
-  value, gradient = jax.jit(jax.value_and_grad(loss))(params, 0.0)
-  logits = dataclasses.replace(head.apply({'params': params}, phi), covariance=None)
-  np.testing.assert_allclose(value, Integrator().nll(logits, LABELS).sum(), rtol=1e-5)
+  def loss_of_det(params):
+    logits = dataclasses.replace(head.apply({'params': params}, phi), covariance=None)
+    return Integrator().nll(logits, LABELS).sum()
+
+  @jax.jit
+  def both(params, scale):
+    return *jax.value_and_grad(loss)(params, scale), loss_of_det(params)
+
+  value, gradient, expected = both(params, 0.0)
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
 
 
@@ -279,9 +298,13 @@ def test_one_result_takes_the_same_variances_as_another():
 @pytest.mark.parametrize('name', ['het_h', 'det'])
 def test_other_heads_ignore_it(name):
   head, params, phi = problem(name, 'sigmoid')
-  logits = head.apply({'params': params}, phi)
-  found = Integrator(principal_factors=1).nll(logits, jnp.asarray(LABELS))
-  np.testing.assert_array_equal(found, Integrator().nll(logits, jnp.asarray(LABELS)))
+
+  @jax.jit
+  def losses(params):
+    logits = head.apply({'params': params}, phi)
+    return [Integrator(principal_factors=m).nll(logits, jnp.asarray(LABELS)) for m in (1, None)]
+
+  np.testing.assert_array_equal(*losses(params))
 
 
 @pytest.mark.parametrize('count', [0, -3, 0.5, 8.0, '8'])
