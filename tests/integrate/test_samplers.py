@@ -46,7 +46,8 @@ def keys_of(num_examples, seed=3):
 @every_sampler
 def test_each_sample_is_standard_normal_over_keys(sampler):
   """Any fixed sample index, not only the average over the sequence: hence no bias at any S."""
-  z = np.asarray(sampler(keys_of(4000), jnp.array([0, 1, 5, 1000]), 3))  # [4000, 4, 3]
+  sample = jax.jit(lambda keys: sampler(keys, jnp.array([0, 1, 5, 1000]), 3))
+  z = np.asarray(sample(keys_of(4000)))  # [4000, 4, 3]
   for index in range(4):
     for dimension in range(3):
       assert kstest(z[:, index, dimension], norm.cdf).pvalue > 1e-4
@@ -56,22 +57,31 @@ def test_each_sample_is_standard_normal_over_keys(sampler):
 
 @every_sampler
 def test_a_draw_depends_on_key_and_index_alone(sampler):
-  keys, sampler = keys_of(3), jax.jit(sampler, static_argnums=2)
-  whole = np.asarray(sampler(keys, jnp.arange(11), 6))
-  chunks = [sampler(keys, jnp.arange(i, min(i + 4, 11)), 6) for i in (0, 4, 8)]
+  index = np.arange(11)
+
+  @jax.jit
+  def found(keys):
+    return (
+      sampler(keys, index, 6),
+      [sampler(keys, x, 6) for x in np.split(index, [4, 8])],
+      sampler(keys, np.array([9, 2]), 6),
+      sampler(keys[1:2], index, 6),
+      jax.vmap(lambda key: sampler(key[None], index, 6)[0])(keys),
+    )
+
+  whole, chunks, some, of_one, mapped = jax.tree.map(np.asarray, found(keys_of(3)))
   np.testing.assert_array_equal(whole, np.concatenate(chunks, axis=1))
-  np.testing.assert_array_equal(whole[:, [9, 2]], sampler(keys, jnp.array([9, 2]), 6))
-  np.testing.assert_array_equal(whole[1:2], sampler(keys[1:2], jnp.arange(11), 6))
-  mapped = jax.vmap(lambda key: sampler(key[None], jnp.arange(11), 6)[0])(keys)
+  np.testing.assert_array_equal(whole[:, [9, 2]], some)
+  np.testing.assert_array_equal(whole[1:2], of_one)
   np.testing.assert_array_equal(whole, mapped)
   assert not np.array_equal(whole[0], whole[1])
 
 
 def test_antithetic_pairs_are_exact_and_their_heads_independent():
-  keys, index = keys_of(2), jnp.arange(10)
-  z = np.asarray(antithetic(keys, index, 3))
+  sample = jax.jit(lambda keys: (antithetic(keys, np.arange(10), 3), iid(keys, np.arange(5), 3)))
+  z, independent = map(np.asarray, sample(keys_of(2)))
   np.testing.assert_array_equal(z[:, 1::2], -z[:, ::2])
-  np.testing.assert_array_equal(z[:, ::2], iid(keys, jnp.arange(5), 3))
+  np.testing.assert_array_equal(z[:, ::2], independent)
 
 
 def test_sobol_points_are_those_of_scipy():
@@ -81,9 +91,15 @@ def test_sobol_points_are_those_of_scipy():
   np.testing.assert_array_equal(actual, expected.astype(np.uint32))
 
 
+@functools.cache
+def sobol_512():
+  """Of two keys, in more dimensions than Sobol's."""
+  return np.asarray(jax.jit(lambda keys: sobol(keys, np.arange(512), 80))(keys_of(2)))
+
+
 def test_scrambled_sobol_fills_every_interval_once():
   """Scrambling keeps the net: each of 256 equal intervals holds one of 256 points."""
-  uniform = norm.cdf(np.asarray(sobol(keys_of(2), jnp.arange(256), MAX_DIMENSIONS), np.float64))
+  uniform = norm.cdf(np.asarray(sobol_512()[:, :256, :MAX_DIMENSIONS], np.float64))
   cells = np.sort(np.floor(uniform * 256).astype(int), axis=1)
   np.testing.assert_array_equal(cells, np.broadcast_to(np.arange(256)[:, None], cells.shape))
 
@@ -99,8 +115,9 @@ def test_sobol_tails_are_finite_and_symmetric(monkeypatch):
 
 
 def test_sobol_beyond_its_dimensions_goes_on_with_independent_normals():
-  z = np.asarray(sobol(keys_of(2), jnp.arange(512), 80))
-  np.testing.assert_array_equal(z[..., :64], sobol(keys_of(2), jnp.arange(512), 64))
+  z = sobol_512()
+  with_fewer = jax.jit(lambda keys: sobol(keys, np.arange(512), MAX_DIMENSIONS))(keys_of(2))
+  np.testing.assert_array_equal(z[..., :MAX_DIMENSIONS], with_fewer)
   assert kstest(z[..., 64:].ravel(), norm.cdf).pvalue > 1e-4
 
 
@@ -148,9 +165,9 @@ def make_rotated(std=0.5, remainder='rank_one'):
   loading += 0.05 * rng.normal(size=loading.shape)
   scale = std / np.sqrt(np.square(loading).sum(0).mean())
   covariance = LowRank(
-    jnp.full((B, 300), scale, jnp.float32),
+    jnp.asarray(np.full((B, 300), scale, np.float32)),
     jnp.asarray(loading, jnp.float32),
-    jnp.full((B, 300), 0.05, jnp.float32),
+    jnp.asarray(np.full((B, 300), 0.05, np.float32)),
     remainder,
   )
   location = jnp.asarray(2 * rng.normal(size=(B, 300)), jnp.float32)
@@ -159,15 +176,20 @@ def make_rotated(std=0.5, remainder='rank_one'):
 
 def test_rotation_is_orthogonal_and_leads_with_the_principal_directions():
   logits = make_rotated()
-  factors, p = logits.factors(), jax.nn.softmax(logits.location)
-  directions = principal_directions(logits.covariance.noise, logits.location, 51)
-  rotation = rotation_to(directions)
-  u = Draws(None, rotation).normals(lambda *_: jnp.eye(51)[None], None, 51)  # rows are U's columns
-  np.testing.assert_allclose(u @ jnp.swapaxes(u, 1, 2), np.tile(np.eye(51), (B, 1, 1)), atol=1e-5)
-  centred = factors - jnp.einsum('btk,bk->bt', factors, p)[..., None]
-  a = jnp.einsum('btk,bk,buk->btu', centred, p, centred)
-  captured = jnp.einsum('bmt,btu,bmu->b', u[:, :8], a, u[:, :8])
-  best = np.linalg.eigvalsh(np.asarray(a))[:, -8:].sum(-1)
+
+  @jax.jit
+  def found(logits):
+    directions = principal_directions(logits.covariance.noise, logits.location, 51)
+    draws = Draws(None, rotation_to(directions))
+    return draws.normals(lambda *_: jnp.eye(51)[None], None, 51), logits.factors()
+
+  u, factors = map(np.asarray, found(logits))  # rows are U's columns
+  p = special.softmax(np.asarray(logits.location), axis=-1)
+  np.testing.assert_allclose(u @ np.swapaxes(u, 1, 2), np.tile(np.eye(51), (B, 1, 1)), atol=1e-5)
+  centred = factors - np.einsum('btk,bk->bt', factors, p)[..., None]
+  a = np.einsum('btk,bk,buk->btu', centred, p, centred)
+  captured = np.einsum('bmt,btu,bmu->b', u[:, :8], a, u[:, :8])
+  best = np.linalg.eigvalsh(a)[:, -8:].sum(-1)
   assert (captured > 0.98 * best).all()
 
 
@@ -193,28 +215,36 @@ def test_rotated_sobol_of_64_samples_is_better_than_1000_independent_ones(remain
 
 @pytest.mark.parametrize('by', [root_by_library, root_by_sums])
 def test_root_and_its_inverse(by):
+
+  @jax.jit
+  def found(matrices):
+    roots = [by(x) for x in matrices]
+    return [(x.lower, x.inverse, x.solve(jnp.ones(x.lower.shape[:-1]))) for x in roots]
+
+  matrices = []
   for count in (1, 2, MAX_AXES):
     factors = np.random.default_rng(count).normal(size=(5, count, 8))
-    matrix = factors @ factors.swapaxes(1, 2) + np.eye(count)
-    lower = np.linalg.cholesky(matrix)
-    root = by(jnp.asarray(matrix, jnp.float32))
-    np.testing.assert_allclose(root.lower, lower, atol=2e-6)
-    np.testing.assert_allclose(root.inverse, np.linalg.inv(lower), atol=2e-6)
-    x = np.ones((5, count), np.float32)
-    expected = np.linalg.solve(matrix, x[..., None])[..., 0]
-    np.testing.assert_allclose(root.solve(x), expected, rtol=1e-4, atol=1e-6)
+    matrices.append(factors @ factors.swapaxes(1, 2) + np.eye(count))
+  of_matrices = found([x.astype(np.float32) for x in matrices])
+  for matrix, (lower, inverse, solution) in zip(matrices, of_matrices, strict=True):
+    root = np.linalg.cholesky(matrix)
+    np.testing.assert_allclose(lower, root, atol=2e-6)
+    np.testing.assert_allclose(inverse, np.linalg.inv(root), atol=2e-6)
+    expected = np.linalg.solve(matrix, np.ones((5, len(root[0]), 1)))[..., 0]
+    np.testing.assert_allclose(solution, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_root_is_1_where_rounding_leaves_none():
   curvature = jnp.array([np.diag([3.0, 8.0]), np.diag([3.0, -2.0])])
-  root = root_of(curvature)
+  root = jax.jit(root_of)(curvature)
   np.testing.assert_allclose(root.lower, [np.diag([2.0, 3.0]), np.eye(2)])
   np.testing.assert_allclose(root.inverse, [np.diag([1 / 2, 1 / 3]), np.eye(2)], rtol=1e-6)
 
 
 def test_the_points_of_a_fit_are_those_of_sobol():
   count, num_axes = FIT_POINTS.shape
-  points = sobol(jax.random.key(0)[None], jnp.arange(count), num_axes)[0]
+  sample = jax.jit(lambda keys: sobol(keys, np.arange(count), num_axes)[0])
+  points = sample(jax.random.key(0)[None])
   np.testing.assert_allclose(FIT_POINTS, points, atol=6e-6)
 
 
@@ -386,16 +416,16 @@ def test_noise_of_many_taus_does_not_collapse_the_tilted_loss(num_samples, std, 
   assert rmse[0] < 2 * rmse[1] + 0.1
 
 
-@pytest.mark.parametrize('std, common', [(1e4, 0.0), (1e6, 0.0), (100.0, 1e4)])
-def test_huge_noise_is_finite(std, common):
+def test_huge_noise_is_finite():
   """Also where all classes share most of it, which changes no softmax."""
-  logits = make_rotated(std=std)
-  covariance = logits.covariance
-  covariance = dataclasses.replace(covariance, loading=covariance.loading + common)
 
   def loss(location, covariance):
-    of = dataclasses.replace(logits, location=location, covariance=covariance)
+    of = dataclasses.replace(make_rotated(), location=location, covariance=covariance)
     return Integrator(8).nll(of, jnp.zeros(B, jnp.int32), keys_of(B)).sum()
 
-  found = jax.value_and_grad(loss, (0, 1))(logits.location, covariance)
-  assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+  step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+  for std, common in ((1e4, 0.0), (1e6, 0.0), (100.0, 1e4)):
+    logits = make_rotated(std=std)
+    loading = np.asarray(logits.covariance.loading) + np.float32(common)
+    found = step(logits.location, dataclasses.replace(logits.covariance, loading=loading))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
