@@ -68,13 +68,16 @@ def model(backbone):
   )
 
 
-def initial(made):
-  init = functools.partial(made.get_initial_variables, input_shapes={'image': IMAGES.shape})
-  return jax.jit(init)(jax.random.key(1))
+def init_of(made):
+  return functools.partial(made.get_initial_variables, input_shapes={'image': IMAGES.shape})
+
+
+def shapes_of(made):
+  return jax.eval_shape(init_of(made), jax.random.key(1))
 
 
 def test_parameters_have_the_modules_own_names_and_axes():
-  variables = initial(model(OwnNet()))
+  variables = shapes_of(model(OwnNet()))
   assert set(variables['params']['backbone']) == {'Conv_0', 'Dense_0'}
   axes = variables['params_axes']['backbone']
   assert axes['Conv_0']['kernel_axes'].names == (None, None, None, 'embed')  # 3 x 3 x 1 x 256
@@ -85,7 +88,7 @@ def test_parameters_have_the_modules_own_names_and_axes():
 @pytest.mark.slow
 def test_modes_and_representations_reach_the_module():
   made = model(WithModes())
-  params = initial(made)['params']
+  params = jax.jit(init_of(made))(jax.random.key(1))['params']
   represent = jax.jit(made.representations, static_argnums=2)
   found = represent(params, BATCH, ('hidden', 'pre_logits'))
   assert found['hidden'].shape == (4, 6) and found['pre_logits'].shape == (4, 5)
@@ -101,12 +104,12 @@ def test_modes_and_representations_reach_the_module():
 )
 def test_what_does_not_fit_is_one_sentence(backbone, message):
   with pytest.raises(ValueError, match=message):
-    model(backbone).get_initial_variables(jax.random.key(1), {'image': IMAGES.shape})
+    shapes_of(model(backbone))
 
 
 def test_what_a_module_sows_as_losses_is_added_to_the_loss_in_training():
   made = model(WithLosses())
-  params = initial(made)['params']
+  params = shapes_of(made)['params']
   _, metrics = jax.eval_shape(made.loss_fn, params, BATCH, jax.random.key(2))
   assert 'auxiliary_loss' in metrics
   assert 'auxiliary_loss' not in jax.eval_shape(made.eval_fn, params, BATCH)[1]

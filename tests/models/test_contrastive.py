@@ -226,8 +226,9 @@ def test_count_params_of_another_text_tower():
 
 @pytest.mark.parametrize('head', HEADS)
 def test_count_params(head):
-  model, batch = make_model(head, embedding_dim=10), make_batch()
-  params = initial(model, batch)
+  model = make_model(head, embedding_dim=10)
+  shapes = {name: x.shape for name, x in make_batch().items()}
+  params = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))['params']
   counts = model.count_params(params)
   total = sum(x.size for x in jax.tree.leaves(params))
   assert counts.total == total - (128 - 40) * 16  # the padding of the vocabulary

@@ -21,12 +21,13 @@ def random_batch(seed, rows=40, classes=7, num_labels=1):
   return np.asarray(log_prob), labels.astype(np.int32), mask
 
 
+@jax.jit
 def batch_metrics(log_prob, labels, mask, tau=1.0):
   top = jnp.argmax(log_prob, -1)
   correct = soft_labels.correct(top, {'label': labels}, 'softmax')
   logits = GaussianLogits(log_prob, None, None, 1.0, num_classes=log_prob.shape[-1])
   nll = -(soft_labels.targets({'label': labels}, logits) * log_prob).sum(-1)
-  result = metrics.base_metrics(nll, correct, jnp.float32(tau), jnp.asarray(mask))
+  result = metrics.base_metrics(nll, correct, jnp.asarray(tau, jnp.float32), jnp.asarray(mask))
   confidence = jnp.exp(log_prob.max(-1))
   result['ece'] = metrics.ExpectedCalibrationError.from_model_output(confidence, correct, mask=mask)
   return result
