@@ -6,6 +6,7 @@ import pytest
 from het_plugin import heads
 from het_plugin.integrate import Integrator, example_keys
 from het_plugin.models import soft_labels
+from tests.params import drawn
 
 B, D, K = 4, 6, 5
 HEADS = {
@@ -17,7 +18,7 @@ HEADS = {
 def logits_of(name, link):
   head = HEADS[name](link)
   phi = jax.random.normal(jax.random.key(1), (B, D))
-  return jax.jit(head.init_with_output)(jax.random.key(0), phi)[0]
+  return jax.jit(head.apply)({'params': drawn(head.init, phi)}, phi)
 
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
@@ -46,12 +47,17 @@ def test_the_loss_is_the_mean_of_the_losses_of_the_votes(name, link):
 def test_smoothing_spreads_the_target():
   logits = logits_of('det', 'softmax')
   batch = {'label': jnp.array([[0, -1], [1, 2], [4, -1], [-1, -1]])}
-  target = np.array(soft_labels.targets(batch, logits, smoothing=0.1))[:, :K]
+
+  @jax.jit
+  def targets(logits):
+    links = (logits, logits.replace(link='sigmoid'))
+    return [soft_labels.targets(batch, x, smoothing=0.1)[:, :K] for x in links]
+
+  target, on = map(np.asarray, targets(logits))
   np.testing.assert_allclose(target[:3].sum(1), 1, rtol=1e-6)
   np.testing.assert_allclose(target[0], [0.92, 0.02, 0.02, 0.02, 0.02], rtol=1e-5)
   np.testing.assert_allclose(target[1, [1, 2]], 0.47, rtol=1e-5)
   assert not target[3].any()
-  on = np.array(soft_labels.targets(batch, logits.replace(link='sigmoid'), smoothing=0.1))[:, :K]
   np.testing.assert_allclose(on[1], [0.05, 0.95, 0.95, 0.05, 0.05], rtol=1e-5)
 
 
