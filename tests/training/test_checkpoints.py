@@ -32,10 +32,18 @@ def partitioner(num_partitions: int) -> partitioning.PjitPartitioner:
   return partitioning.PjitPartitioner(num_partitions=num_partitions)
 
 
-@functools.cache  # each is a program of its own to compile
+@functools.cache
 def make_state(num_partitions=2, seed=0, num_classes=toy.NUM_CLASSES) -> TrainState:
-  model = toy.ToyModel(toy.Mlp(num_classes=num_classes), OPTIMIZER)
-  return toy.initial_state(model, partitioner(num_partitions), jax.random.key(seed))[1]
+  """Random parameters and zeros, placed as a run's initial state; nothing is compiled."""
+  rng, model = np.random.default_rng(seed), toy.ToyModel(toy.Mlp(num_classes), OPTIMIZER)
+  _, target = toy.placed_state(model, partitioner(num_partitions), jax.random.key(0))
+
+  def place(x, value):
+    return jax.device_put(value.astype(x.dtype), x.sharding)
+
+  state = jax.tree.map(lambda x: place(x, np.zeros(x.shape)), target)
+  params = {k: place(x, rng.normal(size=x.shape)) for k, x in target.params.items()}
+  return state.replace(params=params)
 
 
 def abstract(state: TrainState) -> TrainState:

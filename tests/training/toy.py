@@ -10,6 +10,7 @@ import numpy as np
 from clu import metrics as clu_metrics
 from flax.linen import partitioning as flax_partitioning
 
+from het_plugin.training import initial_state as initial_state_lib
 from het_plugin.training import optimizers
 from het_plugin.training.state import TrainState
 
@@ -156,12 +157,21 @@ def get_dataset(cfg: ToyDatasetConfig, rows: np.ndarray | None = None) -> ToyIte
   return ToyIterator(cfg, rows)
 
 
+def placed_state(model, partitioner, key):
+  """(PartitionSpecs, shapes with shardings) of the initial state of a model."""
+  return initial_state_lib.placed(_init(model, key), partitioner)
+
+
 def initial_state(model, partitioner, key):
   """(PartitionSpecs, placed initial state) of a model."""
+  init = _init(model, key)
+  axes = partitioner.get_mesh_axes(jax.eval_shape(init))
+  return axes, partitioner.partition(init, (), axes)()
 
+
+def _init(model, key):
   def init():
     variables = model.get_initial_variables(key, {'image': (8, SIDE, SIDE, 1)})
     return TrainState.create(model.optimizer_def, variables)
 
-  axes = partitioner.get_mesh_axes(jax.eval_shape(init))
-  return axes, partitioner.partition(init, (), axes)()
+  return init
