@@ -8,6 +8,7 @@ from jax import monitoring
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from het_plugin.training import checkpoints, compilation_cache
+from het_plugin.training import step as step_lib
 from tests.training import toy_run
 
 SAVE = checkpoints.CheckpointConfig(checkpoints.SaveCheckpointConfig(period=1))
@@ -41,6 +42,7 @@ def hits():
 @pytest.mark.usefixtures('no_cache')
 def test_a_restart_reads_what_the_run_compiled_and_ends_where_it_would_have(tmp_path, hits):
   settings = {'train_eval_dataset_cfg': None, 'checkpoint_cfg': SAVE}
+  settings['trainer_cls'] = step_lib.Trainer
   _, whole = toy_run.run(tmp_path / 'whole', total_steps=2, **settings)
   _, _ = toy_run.run(tmp_path / 'parts', total_steps=1, **settings)
   before = hits()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from het_plugin.training import checkpoints, nonfinite, optimizers, partitioning
+from het_plugin.training import checkpoints, nonfinite, optimizers
 from het_plugin.training import metrics as metrics_lib
 from het_plugin.training import step as step_lib
 from tests.training import toy, toy_run
@@ -52,13 +52,16 @@ def saved_steps(model_dir):
   return sorted(int(path.name.split('_')[1]) for path in model_dir.glob('checkpoint_*'))
 
 
-def make_trainer(model, num_microbatches=None, **settings):
-  """(trainer, initial state as `train` makes it, partitioner), on the mesh of toy_run."""
-  partitioner = partitioning.PjitPartitioner(num_partitions=2)
-  init_rng, rng = jax.random.split(jax.random.key(0))
-  axes, state = toy.initial_state(model, partitioner, init_rng)
-  trainer = step_lib.Trainer(model, partitioner, axes, rng, num_microbatches, **settings)
-  return trainer, state, partitioner
+def make_trainer(model, **settings):
+  """(trainer that halts at no step, initial state as `train` makes it), on the mesh of toy_run."""
+  init_rng, rng = jax.random.split(jax.random.key(toy_run.SEED))
+  axes, state = toy.initial_state(model, toy_run.partitioner(), init_rng)
+  settings['halt_at_nonfinite'] = False
+  return toy_run.Trainer(model, toy_run.partitioner(), axes, rng, **settings), state
+
+
+def shard(batch):
+  return toy_run.partitioner().shard_batch(batch, 16)
 
 
 @pytest.fixture(scope='module')
@@ -78,13 +81,15 @@ def stopped_run(tmp_path_factory):
 
 
 def test_skipping_is_as_if_the_batch_had_never_been(skipped):
-  steps, state, partitioner = make_trainer(toy.ToyModel(), halt_at_nonfinite=False)
+  steps, state = make_trainer(toy_run.model())
   for step in range(1, 13):
     if step in BAD:
       state = state.replace(step=state.step + 1)
       continue
     index = np.arange(16 * (step - 1), 16 * step)
-    batch = partitioner.shard_batch(toy.make_batch(index, np.ones(16)), 16)
+    batch = shard(toy.make_batch(index, np.ones(16)))
+    if step == 1:
+      steps.compile_train(steps.trace_train(state, batch))  # as a run does
     state, metrics = steps.train_step(state, batch)
     jax.block_until_ready(metrics)
   directory, got = skipped
@@ -122,35 +127,39 @@ def test_what_a_stop_leaves(stopped_run):
   assert (line['step'], line['train/nonfinite_steps']) == (3, 1) and line['train/loss'] > 0
 
 
-class BrokenGradient(toy.ToyModel):
-  """A finite loss whose gradient for the bias is not: sqrt has no derivative at 0."""
+class BrokenModel(toy.ToyModel):
+  """A pixel of 9 breaks the gradient for the bias, not the loss: sqrt has no derivative at 0."""
 
   def loss_fn(self, params, batch, dropout_rng):
     loss, metrics = super().loss_fn(params, batch, dropout_rng)
-    return loss + jnp.sqrt(0.0 * jnp.sum(params['head_bias'])), metrics
+    is_broken = jnp.any(batch['image'] == 9)
+    return loss + jnp.sqrt(
+      jnp.where(is_broken, 0.0, 1.0) + 0.0 * params['head_bias'].sum()
+    ), metrics
 
 
-BROKEN_UPDATE = toy.ToyModel(optimizer_def=optimizers.adamw(lambda step: jnp.nan))
-
-
-@pytest.mark.parametrize(
-  'model, nan_row, finite',
-  [
-    (toy.ToyModel(), 5, ['param_norm', 'param_norm/head_bias']),
-    (BrokenGradient(), None, ['loss', 'gradient_norm/head_kernel', 'param_norm']),
-    (BROKEN_UPDATE, None, ['loss', 'gradient_norm', 'param_norm']),
-  ],
-  ids=['loss', 'gradient', 'update'],
-)
-def test_only_the_step_number_changes(model, nan_row, finite):
-  steps, state, partitioner = make_trainer(model, num_microbatches=2)
-  before = jax.device_get((state.params, state.opt_state))
-  batch = toy.make_batch(np.arange(16), np.ones(16))
-  if nan_row is not None:
-    batch['image'][nan_row] = np.nan
-  state, metrics = steps.train_step(state, partitioner.shard_batch(batch, 16))
-  assert not metrics_lib.is_finite(metrics)
-  values = metrics_lib.compute_metrics(jax.device_get(metrics))
-  assert np.isnan(values['update_norm']) and all(np.isfinite(values[name]) for name in finite)
-  assert int(state.step) == 1
-  assert_equal((state.params, state.opt_state), before)
+def test_only_the_step_number_changes():
+  """A loss that is not finite, then a gradient and an update (the second, of a rate of NaN)."""
+  rate = optimizers.adamw(lambda step: jnp.where(step == 1, jnp.nan, 1e-2))
+  steps, state = make_trainer(BrokenModel(optimizer_def=rate), num_microbatches=2)
+  cases = (
+    (np.nan, ['param_norm', 'param_norm/head_bias']),
+    (9.0, ['loss', 'gradient_norm/head_kernel', 'param_norm']),
+    (None, None),  # a good step
+    (None, ['loss', 'gradient_norm', 'param_norm']),
+  )
+  for step, (pixel, finite) in enumerate(cases, start=1):
+    before = jax.device_get((state.params, state.opt_state))
+    batch = toy.make_batch(np.arange(16), np.ones(16))
+    if pixel is not None:
+      batch['image'][5, 0, 0] = pixel
+    state, metrics = steps.train_step(state, shard(batch))
+    values = metrics_lib.compute_metrics(jax.device_get(metrics))
+    assert int(state.step) == step
+    assert metrics_lib.is_finite(metrics) == (finite is None)
+    if finite is None:
+      assert int(step_lib.num_updates(state)) == 1
+      assert np.any(state.params['head_bias'] != before[0]['head_bias'])
+    else:
+      assert np.isnan(values['update_norm']) and all(np.isfinite(values[name]) for name in finite)
+      assert_equal((state.params, state.opt_state), before)

@@ -150,7 +150,7 @@ def test_evaluation_leaves_padding_rows_out(uninterrupted):
   """20 examples in two batches of 16: the mean over exactly these."""
   directory, state = uninterrupted
   batch = toy.make_batch(np.arange(20), np.ones(20, bool))
-  loss, _ = toy.ToyModel().eval_fn(jax.device_get(state.params), batch)
+  loss, _ = jax.jit(toy.ToyModel().eval_fn)(jax.device_get(state.params), batch)
   written = series(directory, 'training_eval/toy_eval/loss')[12]
   np.testing.assert_allclose(written, loss, rtol=1e-5)
 
@@ -425,9 +425,10 @@ def test_a_checkpoint_of_another_run_that_came_while_it_waited_is_not_resumed(
 
 
 def test_the_classes_of_a_run_keep_their_numbers(tmp_path, caplog):
+  model = toy.ToyModel()
+  model.validate = lambda info: None
+
   def run(*names):
-    model = toy.ToyModel()
-    model.validate = lambda info: None
     info = types.SimpleNamespace(class_names=names)
     toy_run.run(tmp_path, model=model, total_steps=2, task_info_fn=lambda task: info)
 
@@ -443,7 +444,6 @@ def test_the_classes_of_a_run_keep_their_numbers(tmp_path, caplog):
 def test_warm_start_takes_parameters_only(tmp_path, uninterrupted):
   directory, want = uninterrupted
   restore = checkpoints.RestoreCheckpointConfig(str(directory))
-  model = toy.ToyModel()
 
   class Probe(actions.BaseAction):
     def run(self, train_state, metrics_by_task):
@@ -453,7 +453,6 @@ def test_warm_start_takes_parameters_only(tmp_path, uninterrupted):
   probe = Probe()
   step, state = toy_run.run(
     tmp_path,
-    model=model,
     checkpoint_cfg=checkpoints.CheckpointConfig(restore=restore),
     actions={'TRAIN': [probe]},
   )
@@ -511,13 +510,12 @@ def test_an_action_stops_the_run_which_is_saved(tmp_path):
   last, _ = toy_run.run(
     tmp_path,
     actions={'INFER_EVAL': [action]},
-    infer_eval_dataset_cfg=toy.ToyDatasetConfig(8, 'toy_infer', num_examples=8),
-    random_seed=3,
+    infer_eval_dataset_cfg=toy.ToyDatasetConfig(16, 'toy_infer', num_examples=8),
   )
   assert last == 6
   assert list(action.seen) == ['toy_infer']
   assert isinstance(action.seen['toy_infer']['loss'], float)
-  assert (action.context.random_seed, action.context.model_dir) == (3, str(tmp_path))
+  assert (action.context.random_seed, action.context.model_dir) == (toy_run.SEED, str(tmp_path))
   assert series(tmp_path, 'stop/seen') == {6: 1.0}
   assert (tmp_path / 'checkpoint_6').exists()
 

@@ -6,7 +6,6 @@ import pytest
 
 from het_plugin.operations import lock, run_status
 from het_plugin.training import actions, checkpoints
-from het_plugin.training import step as step_lib
 from tests.training import toy, toy_run
 
 
@@ -61,7 +60,7 @@ def test_the_model_sees_the_task_in_the_vocabulary_of_the_data_set(tmp_path):
     ({'total_steps': 0}, 'total_steps=0 .*1'),
     ({'train_dataset_cfg': toy.ToyDatasetConfig(18)}, 'batch_size=18'),
     (
-      {'trainer_cls': functools.partial(step_lib.Trainer, num_microbatches=8)},
+      {'trainer_cls': functools.partial(toy_run.Trainer, num_microbatches=8)},
       'batch_size=16 .*32',
     ),
     ({'model': toy.ToyModel(toy.Mlp(num_classes=15))}, 'head_bias of shape'),
@@ -75,7 +74,7 @@ def test_the_model_sees_the_task_in_the_vocabulary_of_the_data_set(tmp_path):
   ],
 )
 def test_bad_settings_are_named_before_anything_is_compiled(tmp_path, monkeypatch, settings, words):
-  monkeypatch.setattr(step_lib.Trainer, 'compile_train', lambda *args: pytest.fail('compiled'))
+  monkeypatch.setattr(toy_run.Trainer, 'compile_train', lambda *args: pytest.fail('compiled'))
   monkeypatch.setattr(checkpoints, 'Checkpointer', lambda *args: pytest.fail('opened model_dir'))
   with pytest.raises(ValueError, match=words):
     toy_run.run(tmp_path, **settings)
@@ -132,7 +131,7 @@ def test_a_training_set_that_is_too_short_is_named_before_anything_is_compiled(
   toy_run.run(
     tmp_path / 'half', train_dataset_cfg=toy.ToyDatasetConfig(16, num_examples=60), total_steps=4
   )
-  monkeypatch.setattr(step_lib.Trainer, 'compile_train', lambda *args: pytest.fail('compiled'))
+  monkeypatch.setattr(toy_run.Trainer, 'compile_train', lambda *args: pytest.fail('compiled'))
   short = toy.ToyDatasetConfig(16, num_examples=100)  # 7 batches
   with pytest.raises(ValueError, match='total_steps=12 .* 7: .*step 0'):
     toy_run.run(tmp_path / 'new', train_dataset_cfg=short)
