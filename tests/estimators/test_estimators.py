@@ -29,6 +29,7 @@ from het_plugin.estimators import (
 NOISY = (HetClassifier, HetHClassifier, HetXLClassifier)
 SMALL = {'C_noise': None, 'num_factors': 2, 'num_samples': 16}
 FEW = SMALL | {'num_samples': 2}  # no points around the label to compile
+N = 100  # rows, with 6 features and 4 classes, where any do: all fits of DET then share programs
 
 
 def problem(num_rows=300, num_classes=4):
@@ -82,15 +83,21 @@ def test_det_is_logistic_regression_at_its_optimum():
 
 
 def test_without_a_penalty_it_is_that_of_a_tiny_one():
-  x, y = problem(num_rows=200)
+  x, y = problem(N)
   free, weak = (DetClassifier(c, tol=1e-5).fit(x, y) for c in (np.inf, 1e8))
   np.testing.assert_allclose(free.predict_proba(x), weak.predict_proba(x), atol=1e-3)
+
+
+@pytest.mark.slow
+def test_without_a_penalty_noise_has_no_worse_objective():
+  x, y = problem(num_rows=200)
+  free = DetClassifier(np.inf, tol=1e-5).fit(x, y)
   noisy = HetXLClassifier(np.inf, tol=1e-2, **FEW | {'C_noise': 0.1}).fit(x, y)
   assert noisy.objective_ <= free.objective_ + 1e-6
 
 
 def test_two_classes_and_several_labels_are_logistic_regression():
-  x, y = problem(num_classes=2)
+  x, y = problem(N, num_classes=2)
   expected = optimum(x, y, 0.5)
   det = DetClassifier(0.5, tol=1e-6).fit(x, y)
   np.testing.assert_allclose(det.coef_, expected.coef_, atol=1e-3)
@@ -103,7 +110,7 @@ def test_two_classes_and_several_labels_are_logistic_regression():
 
 
 def test_features_of_any_scale_reach_the_optimum():
-  x, y = problem()
+  x, y = problem(N)
   x = x * 10.0 ** np.arange(-3, 3) + 5
   expected = optimum(x.astype(np.float64), y, 1e4)
   det = DetClassifier(1e4, tol=1e-5).fit(x, y)
@@ -112,7 +119,7 @@ def test_features_of_any_scale_reach_the_optimum():
 
 
 def test_integers_that_float32_would_round_are_features_as_they_are():
-  x, y = problem(num_rows=60)
+  x, y = problem(N)
   times = np.int64(100 * x) + 1_600_000_000
   by_integers, by_floats = (DetClassifier().fit(t, y) for t in (times, times * 1.0))
   np.testing.assert_array_equal(
@@ -191,7 +198,7 @@ def test_votes_are_the_shares_of_classes_and_weights_are_repetitions():
 
 
 def test_class_weights_are_weights_of_rows(tmp_path):
-  x, y = problem(num_rows=150)
+  x, y = problem(N)
   y = np.array([5, 3, 8, 7])[np.where(y == 3, 0, y)]
   own = np.where(y == 5, 2.0, 1.0)
   by_class = DetClassifier(class_weight={5: 2.0}).fit(x, y)
@@ -294,7 +301,7 @@ def test_wrong_settings_of_the_noise_are_one_sentence(setting):
 
 
 def test_the_start_is_a_fit_to_the_same_rows():
-  x, y = problem(num_rows=20)
+  x, y = problem(N)
   for start in (DetClassifier(0.5).fit(x, y), DetClassifier().fit(x[1:], y[1:])):
     with pytest.raises(ValueError, match='start must be a DetClassifier fitted to the same rows'):
       HetClassifier(**SMALL).fit(x, y, start=start)
@@ -303,31 +310,31 @@ def test_the_start_is_a_fit_to_the_same_rows():
 
 
 def test_wrong_labels_are_one_sentence():
-  x, y = problem(num_rows=20)
+  x, y = problem(N)
   with pytest.raises(ValueError, match='the label 9 is'):
     DetClassifier().fit(x, y).nll(x, np.where(y == 0, 9, y))
-  with pytest.raises(ValueError, match=r'y has shape \(7,\); it must be \[20\]'):
+  with pytest.raises(ValueError, match=r'y has shape \(7,\); it must be \[100\]'):
     DetClassifier().fit(x, y).calibrate(x, y[:7])
   with pytest.raises(ValueError, match='y must be all numbers or all strings, none missing'):
-    DetClassifier().fit(x, np.array(['a', None] * 10))  # of pandas
+    DetClassifier().fit(x, np.array(['a', None] * 50))  # of pandas
   with pytest.raises(ValueError, match='y must be all numbers or all strings, none missing'):
-    DetClassifier().fit(x, np.array([['a'], ['b'], [None], ['b']] * 5, object))
+    DetClassifier().fit(x, np.array([['a'], ['b'], [None], ['b']] * 25, object))
   on = np.eye(4, dtype=int)[y]
   with pytest.raises(ValueError, match="target='indicator' needs y of two dimensions"):
     DetClassifier().fit(x, on).nll(x, y)
   det = DetClassifier().fit(x, y)  # which has a softmax, whatever the labels of `nll` look like
   np.testing.assert_array_equal(det.calibrate(x, y).nll(x, on), det.calibrate(x, on).nll(x, y))
   with pytest.raises(ValueError, match='add up to 0.5'):
-    DetClassifier(target='probabilities').fit(x, np.full((20, 2), 0.25))
+    DetClassifier(target='probabilities').fit(x, np.full((N, 2), 0.25))
   with pytest.raises(ValueError, match='has the vote 0.5'):
-    DetClassifier(target='votes').fit(x, np.full((20, 2), 0.5))
+    DetClassifier(target='votes').fit(x, np.full((N, 2), 0.5))
   with pytest.raises(ValueError, match='too large for float32'):
     DetClassifier().fit(np.where(x > 1, 1e39, x.astype(float)), y)
 
 
 def test_predictions_of_many_lengths_share_a_program(monkeypatch):
   x, y = problem(num_rows=128)
-  det, apply, shapes = DetClassifier(max_iter=20, tol=0.1).fit(x, y), fitting._apply, set()
+  det, apply, shapes = DetClassifier(max_iter=20, tol=0.1).fit(x[:N], y[:N]), fitting._apply, set()
   monkeypatch.setattr(fitting, '_apply', lambda *args: shapes.add(args[-1].shape) or apply(*args))
   expected = det.predict_proba(x)
   for n in (65, 100, 127):
@@ -336,7 +343,7 @@ def test_predictions_of_many_lengths_share_a_program(monkeypatch):
 
 
 def test_where_jax_has_64_bits_the_fit_is_the_same():
-  x, y = problem(num_rows=60)
+  x, y = problem(N)
   expected = DetClassifier(max_iter=20, tol=0.1).fit(x, y).predict_proba(x)
   with jax.enable_x64(True):
     found = DetClassifier(max_iter=20, tol=0.1).fit(x, y).predict_proba(x)
@@ -344,7 +351,7 @@ def test_where_jax_has_64_bits_the_fit_is_the_same():
 
 
 def test_class_ids_of_64_bits_stay_what_they_are():
-  x, y = problem(num_rows=60)
+  x, y = problem(N)
   det = DetClassifier(max_iter=20, tol=0.1).fit(x, y)
   large = DetClassifier(max_iter=20, tol=0.1).fit(x, y + 2**32)
   np.testing.assert_array_equal(large.predict(x), det.predict(x) + 2**32)
@@ -353,7 +360,7 @@ def test_class_ids_of_64_bits_stay_what_they_are():
 
 
 def test_an_unfinished_fit_warns():
-  x, y = problem()
+  x, y = problem(N)
   with pytest.warns(ConvergenceWarning, match='nats above its optimum .* max_iter=2 is reached'):
     DetClassifier(max_iter=2).fit(x, y)
 

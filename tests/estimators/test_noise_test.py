@@ -26,6 +26,7 @@ def test_the_first_order_is_that_of_the_integral(link):
   link_of = {'softmax': lambda v: np.exp(v) / np.exp(v).sum(-1, keepdims=True)}
   link_of['sigmoid'] = lambda v: 1 / (1 + np.exp(-v))
   model = FirstOrder('det', K, link, num_samples=1)
+  nll_of = jax.jit(model.nll)
 
   def errors(size):
     """Largest change of the log-probability by noise, and by how much the model misses it."""
@@ -34,18 +35,18 @@ def test_the_first_order_is_that_of_the_integral(link):
       'fixed': {'directions': u},
       'size': {'v_kernel': size * v, 'v_bias': size * np.ones(1)},
     }
-    params = jax.tree.map(jnp.float32, params)
+    params = jax.tree.map(np.float32, params)
     a = np.float64(size) * (np.float64(x) @ v + 1.0)  # [B, 1], of either sign: u has both
     exact = np.einsum(
       'z,zbk->bk', weights, link_of[link](mu + nodes[:, None, None] * (a * u[:, 0]))
     )
     if link == 'softmax':
-      labels = [jnp.full((7, 1), k, jnp.int32) for k in range(K)]
-      found = -np.stack([model.nll(params, x, y) for y in labels], axis=1)
+      labels = [np.full((7, 1), k, np.int32) for k in range(K)]
+      found = -np.stack([nll_of(params, x, y) for y in labels], axis=1)
     else:
-      alone = [jnp.eye(K)[k] * jnp.ones((7, 1)) for k in range(K)]
-      none = model.nll(params, x, jnp.zeros((7, K)))
-      found = np.stack([none - model.nll(params, x, y) for y in alone], axis=1)  # log-odds
+      alone = [np.float32(np.eye(K)[k] * np.ones((7, 1))) for k in range(K)]
+      none = nll_of(params, x, np.zeros((7, K), np.float32))
+      found = np.stack([none - nll_of(params, x, y) for y in alone], axis=1)  # log-odds
       exact = exact / (1 - exact)
     before = link_of[link](mu)
     before = before / (1 - before) if link == 'sigmoid' else before

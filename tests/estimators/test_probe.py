@@ -19,15 +19,26 @@ from het_plugin.training import exit_codes
 from tests.waiting import wait_for
 
 
-@pytest.fixture(scope='module')
-def files(tmp_path_factory):
-  folder = tmp_path_factory.mktemp('representations')
+def write_files(folder, num_rows, num_classes):
+  """Files of `num_rows` training rows and of 200 others, with 6 features."""
   rng = np.random.default_rng(0)
-  x = rng.normal(size=(500, 6)).astype(np.float32)
-  y = (x @ rng.normal(size=(6, 3)) + rng.gumbel(size=(500, 3))).argmax(axis=1)
-  for name, rows in (('train', slice(0, 300)), ('test', slice(300, None))):
+  n = num_rows + 200
+  x = rng.normal(size=(n, 6)).astype(np.float32)
+  y = (x @ rng.normal(size=(6, num_classes)) + rng.gumbel(size=(n, num_classes))).argmax(axis=1)
+  for name, rows in (('train', slice(0, num_rows)), ('test', slice(num_rows, None))):
     np.savez(folder / f'{name}.npz', features=x[rows], label=y[rows])
   return str(folder / 'train.npz'), str(folder / 'test.npz')
+
+
+@pytest.fixture(scope='module')
+def files(tmp_path_factory):
+  return write_files(tmp_path_factory.mktemp('representations'), 300, 3)
+
+
+@pytest.fixture(scope='module')
+def few(tmp_path_factory):
+  """Of 100 rows and 4 classes, as in tests of the estimators, whose programs the fits share."""
+  return write_files(tmp_path_factory.mktemp('few'), 100, 4)
 
 
 def settings(**changes):
@@ -64,17 +75,17 @@ def test_numbers_are_those_of_logistic_regression(files, tmp_path):
   assert 'prec@1' in (tmp_path / 'x.html').read_text()
 
 
-def test_the_main(files, tmp_path, run_main):
-  arguments = (f'--train={files[0]}', f'--test={files[1]}', '--heads=det', '--max_iter=60')
+def test_the_main(few, tmp_path, run_main):
+  arguments = (f'--train={few[0]}', f'--test={few[1]}', '--heads=det', '--max_iter=60')
   run_main(probe_main, *arguments, f'--json={tmp_path}/x.json')
   (row,) = json.loads((tmp_path / 'x.json').read_text())
-  alone = probe.probe(*files, settings())
+  alone = probe.probe(*few, settings())
   assert row['nll'] == alone.json[0]['nll']
   assert 'extreme' not in alone.text() and 'differences' not in alone.text()
   run_main(probe_main, *arguments, '--hidden_layers=8', f'--json={tmp_path}/x.json')
   (row,) = json.loads((tmp_path / 'x.json').read_text())
-  (expected,) = probe.probe(*files, settings(hidden_layers=(8,))).json
-  assert row['nll'] == expected['nll'] != probe.probe(*files, settings()).json[0]['nll']
+  (expected,) = probe.probe(*few, settings(hidden_layers=(8,))).json
+  assert row['nll'] == expected['nll'] != probe.probe(*few, settings()).json[0]['nll']
   for flag, message in (
     ('--checkpoint=x', '--train and --checkpoint cannot go together'),
     ('--splits=a,b', '--splits is for --checkpoint'),
@@ -134,16 +145,16 @@ def test_sigterm_ends_it_as_other_mains(files):
   assert process.returncode == exit_codes.PREEMPTED
 
 
-def test_labels_beyond_int32_are_an_error(files):
-  x = np.load(files[0])['features']
+def test_labels_beyond_int32_are_an_error(few):
+  x = np.load(few[0])['features']
   with pytest.raises(ValueError, match=str(2**32 + 2)):
     probe.probe((x, np.arange(len(x)) % 3 + 2**32), None, settings())
 
 
-def test_a_folder_of_represent(files, tmp_path):
-  (expected,) = probe.probe(*files, settings()).json
-  for name, source in zip(('train', 'test'), files, strict=True):
-    for path in (tmp_path / f'pre_logits/{name}.npz', tmp_path / f'.unfinished.{name}/1.300.npz'):
+def test_a_folder_of_represent(few, tmp_path):
+  (expected,) = probe.probe(*few, settings()).json
+  for name, source in zip(('train', 'test'), few, strict=True):
+    for path in (tmp_path / f'pre_logits/{name}.npz', tmp_path / f'.unfinished.{name}/1.100.npz'):
       path.parent.mkdir(exist_ok=True)
       path.write_bytes(Path(source).read_bytes())
   (row,) = probe.probe(str(tmp_path), None, settings()).json
@@ -158,7 +169,7 @@ def test_a_folder_of_represent(files, tmp_path):
     probe.probe(str(tmp_path), None, settings())
   (tmp_path / 'pre_logits/test.npz').unlink()
   (row,) = probe.probe(str(tmp_path), None, settings(folds=2)).json  # its only file
-  assert row['num_examples'] == 300
+  assert row['num_examples'] == 100
 
 
 @pytest.mark.slow
@@ -171,11 +182,12 @@ def test_folds_score_every_training_row_and_a_grid_is_chosen_from(files):
   assert row['stderr_folds']['nll'] > 0
 
 
-def test_rows_of_a_class_of_one_fold_are_left_out(files):
-  arrays = dict(np.load(files[0]))
+def test_rows_of_a_class_of_one_fold_are_left_out(few):
+  test = np.load(few[1])
+  arrays = {name: test[name][:168] for name in ('features', 'label')}  # 112 in two folds
   arrays['label'][7] = 9  # the only one
   report = probe.probe((arrays['features'], arrays['label']), None, settings(folds=3))
-  assert report.json[0]['num_examples'] == 299
+  assert report.json[0]['num_examples'] == 167
   assert 'Rows left out, because no other fold has their class: 1.' in report.text()
   # Nor can the row choose from a grid, where it is held out for that.
   y = arrays['label'][:, None]
@@ -207,11 +219,11 @@ def test_weights_of_labels_are_shares(files, tmp_path):
     DetClassifier(target='votes').fit(x, weight)
 
 
-def test_fits_that_have_not_converged_are_counted(files):
+def test_fits_that_have_not_converged_are_counted(few):
   """As they warn: not those that end by their gap, above tol."""
-  report = probe.probe(*files, settings(max_iter=2))
+  report = probe.probe(*few, settings(max_iter=2))
   assert 'det: 1 of its fits have not converged; raise --max_iter.' in report.text()
-  assert 'converged' not in probe.probe(*files, settings()).text()
+  assert 'converged' not in probe.probe(*few, settings()).text()
 
 
 def test_of_the_noise_the_least_within_a_standard_error_is_chosen():
@@ -255,8 +267,8 @@ def test_auto_is_the_default_and_no_grid(files, tmp_path, run_main):
 
 def test_several_labels_where_the_last_class_is_in_training_only(tmp_path):
   rng = np.random.default_rng(0)
-  x = rng.normal(size=(150, 4)).astype(np.float32)
-  on = x @ rng.normal(size=(4, 3)) + rng.logistic(size=(150, 3)) > 0
+  x = rng.normal(size=(150, 6)).astype(np.float32)
+  on = x @ rng.normal(size=(6, 3)) + rng.logistic(size=(150, 3)) > 0
   on[100:, 2] = False
   labels = np.where(on, np.arange(3), -1)
   for name, rows in (('a', slice(0, 100)), ('b', slice(100, None))):

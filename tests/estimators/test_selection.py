@@ -80,7 +80,7 @@ def test_weights_are_repetitions_and_the_order_of_rows_is_nothing():
 
 
 def test_what_cannot_be_chosen_is_one_sentence():
-  x, y = problem(40, is_noisy=False)
+  x, y = problem(100, is_noisy=False)
   with pytest.raises(ValueError, match="'C_noise' parameter .* Got 'best' instead"):
     HetClassifier(C_noise='best').fit(x, y)
   with pytest.raises(ValueError, match="C_noise='auto' chooses a share of C=inf, which must be"):
@@ -93,7 +93,7 @@ def test_with_too_few_rows_no_noise_is_taken():
   x, _ = problem(7, is_noisy=False)
   y = np.array([0, 0, 0, 0, 0, 1, 1])  # one row could be held out
   with pytest.warns(UserWarning, match="C_noise='auto' takes no noise: .* 7 rows of X are too few"):
-    head = HetClassifier(**SETTINGS).fit(x, y)
+    head = HetClassifier(**SETTINGS | {'num_samples': 2}).fit(x, y)
   assert (head.C_noise, head.C_noise_, head.noise_nll_) == ('auto', 0.0, None)
   expected = DetClassifier().fit(x, y).predict_proba(x)
   np.testing.assert_allclose(head.predict_proba(x), expected, atol=1e-3)

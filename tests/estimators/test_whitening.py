@@ -24,9 +24,11 @@ def problem(model, num_rows=2000, dim=4):
   return rows, params
 
 
-@pytest.mark.parametrize('head', ['het', 'het_h', 'het_xl'])
+@pytest.mark.parametrize(
+  'head', ['het', *(pytest.param(x, marks=pytest.mark.slow) for x in ('het_h', 'het_xl'))]
+)
 def test_there_and_back(head):
-  model = Model(head, 5, noise=(('num_factors', 2),), num_samples=8)
+  model = Model(head, 5, noise=(('num_factors', 2),), num_samples=2)
   rows, params = problem(model)
   whitening = whitening_of(model, params, rows)
   again = unwhiten(model, whiten(model, params, whitening), whitening)
