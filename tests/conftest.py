@@ -62,9 +62,9 @@ os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # Two workers compile 
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CHECKOUT / '.cache' / 'jax'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 
-# Tracing and lowering make many objects that live on. Python's own thresholds take a tenth of that
-# time to look through them.
-gc.set_threshold(50_000, 10, 50)
+# Tracing and lowering make many objects that live on. With Python's own thresholds, to look through
+# them takes a tenth of that time.
+gc.set_threshold(50_000, 10, 10)
 
 
 class TfdsFiles:
