@@ -9,17 +9,23 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def glob(include, exclude=(), allow_empty=False):
-  def files(patterns):
-    return {
-      str(path.relative_to(ROOT))
-      for pattern in patterns
-      for path in ROOT.glob(f'{pattern}/*' if pattern.endswith('**') else pattern)
-      if path.is_file()
-    }
-
-  found = sorted(files(include) - files(exclude))
+  found = {
+    str(path.relative_to(ROOT))
+    for pattern in include
+    for path in ROOT.glob(f'{pattern}/*' if pattern.endswith('**') else pattern)
+    if path.is_file()
+  }
+  # Not by a search: patterns such as **/*.py would go through the environments, for minutes.
+  excluded = [re.compile(regex(pattern)) for pattern in exclude]
+  found = sorted(x for x in found if not any(pattern.fullmatch(x) for pattern in excluded))
   assert found or allow_empty, f'BUILD: no file is like {include}'
   return found
+
+
+def regex(pattern):
+  """The regular expression of paths that are like the pattern."""
+  parts = {'**/': '(?:.*/)?', '**': '.*', '*': '[^/]*'}
+  return ''.join(parts.get(x) or re.escape(x) for x in re.split(r'(\*\*/|\*\*|\*)', pattern))
 
 
 def read_build():
