@@ -35,14 +35,14 @@ from het_plugin.experiments import trainings
 from het_plugin.measures import knn
 from het_plugin.measures.ranking import best_first
 from het_plugin.rows import Rows
-from het_plugin.runs import opening
+from het_plugin.runs.opening import Configuration, GinSettings
 from het_plugin.training import checkpoint_reader, optimizers, run_files
 
 _log = logging.getLogger(__name__)
 
 
 def finetune(
-  gin_settings: opening.GinSettings,
+  gin_settings: GinSettings,
   *,
   checkpoint: Sequence[str],
   names: Sequence[str] | None,
@@ -85,8 +85,7 @@ def finetune(
   settings = combinations(sweep)
   folder = run_files.local_folder('output_dir', output_dir)
   candidates = [_training(gin_settings, source) for source in checkpoint]
-  _check_links(names, candidates, folder)
-  _check_used(gin_settings[1], candidates, settings, folder)
+  _check_runs(gin_settings[1], candidates, settings, folder)
   dataset = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
   _check_splits(dataset, split=split, test_split=test_split or split)
 
@@ -137,36 +136,32 @@ def combinations(sweep: Sequence[str]) -> dict[str, list[str]]:
   return found
 
 
-def _check_used(
+def _check_runs(
   typed: Sequence[str],
   candidates: Sequence[trainings.Training],
   settings: Mapping[str, Sequence[str]],
   folder: Path,
 ) -> None:
-  """Raises ValueError if no run uses a binding of the command line or of the sweep; leaves the
-  configuration of the first candidate parsed.
+  """Raises ValueError if no run uses a binding of the command line or of the sweep, or if the head
+  of a run is no softmax, as the ensemble needs; leaves the configuration of the first candidate
+  parsed.
   """
   runs = [
     dataclasses.replace(training, gin_bindings=[*training.gin_bindings, *bindings])
     for training, bindings in itertools.product(reversed(candidates), settings.values())
   ]
-  swept = itertools.chain.from_iterable(settings.values())
-  trainings.check_used([*typed, *swept], runs, folder)
-
-
-def _check_links(
-  names: Sequence[str], candidates: Sequence[trainings.Training], folder: Path
-) -> None:
-  """Raises ValueError if the head of a fine-tuning is no softmax, as the ensemble needs."""
-  for name, training in zip(names, candidates, strict=True):
-    training.parse(folder)
-    model = opening.Configuration(str(folder), step=None, arrays=None).argument('model')
+  for run in runs:
+    run.parse(folder)
+    model = Configuration(str(folder), step=None, arrays=None).argument('model')
     link = getattr(getattr(model, 'head', None), 'link', 'softmax')
     if link != 'softmax':
+      name = f'{type(model.head).__name__}.link'
       raise ValueError(
-        f"the head of {name} has link = '{link}', and an ensemble needs a softmax: give "
-        f'--gin.{type(model.head).__name__}.link="\'softmax\'"'
+        f"{name} = '{link}' in a run, and an ensemble needs a softmax: give --gin.{name}="
+        '"\'softmax\'"'
       )
+  swept = itertools.chain.from_iterable(settings.values())
+  trainings.check_used([*typed, *swept], runs, folder)
 
 
 def _check_splits(dataset: str, **chosen: str) -> None:
@@ -179,7 +174,7 @@ def _check_splits(dataset: str, **chosen: str) -> None:
       raise ValueError(f'--{flag}={split}: {error}') from error
 
 
-def _training(gin_settings: opening.GinSettings, source: str) -> trainings.Training:
+def _training(gin_settings: GinSettings, source: str) -> trainings.Training:
   """A fine-tuning from a candidate: its own configuration, then the task's."""
   gin_files, gin_bindings, search_paths = gin_settings
   # The task has other classes, even if their number is the same.

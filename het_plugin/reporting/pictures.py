@@ -66,7 +66,7 @@ def covariance_png(
     for (i, j), value in np.ndenumerate(correlation):
       color = 'white' if abs(value) > 0.6 else 'black'
       text = matrix.text(j, i, f'{value:.2f}', ha='center', va='center', fontsize=7, color=color)
-      text.set_in_layout(False)  # it lies within the matrix; to find that takes half of the time
+      text.set_in_layout(False)  # it lies within the matrix, so its size need not be measured
     columns = [_short(name, _MATRIX_NAME_LENGTH) for name in classes]
     matrix.set_xticks(range(m), columns, fontsize=7, rotation=90, parse_math=False)
     matrix.set_yticks(range(m), columns, fontsize=7, parse_math=False)

@@ -96,6 +96,8 @@ def test_the_best_candidates_are_fine_tuned_and_selected(digits_run, run_main, t
   assert 'LR = 0.001 is used by nothing: did you mean LEARNING_RATE?' in wrong
   sigmoid = "--gin.HetXL.link='sigmoid'", f'--output_dir={tmp_path / "wrong"}'
   assert '--gin.HetXL.link="\'softmax\'"' in run_main(*asked, *sigmoid, code=2)
+  swept = "--sweep=HetXL.link='softmax','sigmoid'", sigmoid[1]
+  assert '--gin.HetXL.link="\'softmax\'"' in run_main(*asked, *swept, code=2)
   arguments = (
     *asked,
     *('--keep=1', '--sweep=LEARNING_RATE=1e-3,1e-2', '--split=test', '--batch_size=64'),
