@@ -189,9 +189,7 @@ def _train_on_digits(tmp_path_factory, head):
   import gin
   from het_plugin.config import parsing
   from het_plugin.runs.starting import train_from_gin
-  from tests import saving
 
-  saving.by_one_replica()
   folder = tmp_path_factory.mktemp('runs') / head
   parsing.parse_config(
     ['het_plugin/gin/runs/digits_smoke.gin', f'het_plugin/gin/heads/{head}.gin'],

@@ -21,7 +21,7 @@ class FullDisk:
 
 def fill_disk(patch) -> None:
   """From now on what is saved fails in the background; patch(object, name, value) sets it."""
-  handler = checkpoints.ocp.StandardCheckpointHandler
+  handler = checkpoints.ocp.PyTreeCheckpointHandler
   async_save = handler.async_save
 
   async def fail(self, *args, **kwargs):

@@ -89,6 +89,13 @@ def test_state_position_and_record_come_back_on_any_mesh(tmp_path, num_partition
   assert restored.record == RECORD
 
 
+def test_a_save_of_small_arrays_compiles_no_slices(tmp_path, caplog):
+  """Of every shape on every device, as orbax would for equal shards."""
+  with jax.log_compiles():
+    save(tmp_path, 1)
+  assert 'slice' not in caplog.text
+
+
 @pytest.mark.slow
 def test_arrays_of_half_the_size_without_the_input_position_of_the_newest_alone(tmp_path):
   save(tmp_path, 0, 1, cfg=dataclasses.replace(SAVE, keep=1, dtype='bfloat16', save_dataset=False))

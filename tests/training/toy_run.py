@@ -11,10 +11,8 @@ from het_plugin.operations import operations
 from het_plugin.training import checkpoints, partitioning
 from het_plugin.training import step as step_lib
 from het_plugin.training.train import train
-from tests import saving
 from tests.training import toy
 
-saving.by_one_replica()
 SEED = 3  # not the default, so that a test can tell it
 
 
