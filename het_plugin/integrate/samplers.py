@@ -140,7 +140,9 @@ class FixedPoints:
 
 @functools.lru_cache(maxsize=16)
 def _points(fixed: FixedPoints, num_normals: int) -> np.ndarray:
-  with jax.ensure_compile_time_eval():
+  # Also inside `jax.shard_map`, whose manual axes a constant does not have.
+  no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+  with jax.ensure_compile_time_eval(), no_mesh:
     draw = jax.jit(fixed.sampler, static_argnums=2)
     key = shared_key(jax.random.key(fixed.seed))
     return np.asarray(draw(key, jnp.arange(fixed.num_samples), num_normals))

@@ -653,6 +653,13 @@ def test_fixed_points_of_fixed_points_are_those_of_the_sampler():
   np.testing.assert_array_equal(*find(logits))
 
 
+def test_fixed_points_may_be_made_first_where_classes_are_sharded():
+  logits = gaussian(make('linear', batch=4, dtype=jnp.float32), 'linear')
+  fixed, keys = Integrator(2, sampler='sobol').with_fixed_points(11), keys_of(4)
+  with on_mesh(make_mesh(2, 4)):
+    assert jax.eval_shape(lambda x: fixed.nll(x, jnp.arange(4), keys), logits).shape == (4,)
+
+
 @pytest.mark.parametrize('dtype', [np.int8, np.uint8, np.int64])
 def test_labels_may_be_narrow(dtype):
   logits = GaussianLogits(jnp.zeros((2, 300)), None, None, jnp.float32(1.0), num_classes=300)
