@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError('--entropies are outputs of a program: set --format')
     # A folder may have a version in its name: 'runs/birds_v1.5'.
     is_file = Path(output).suffix[1:2].isalpha() or Path(output).is_file()
-    if is_file and not is_weights_file(output):
+    if is_file and not is_weights_file(output) and not Path(output).is_dir():
       raise ValueError(f'--output={output} must end in .npz or .safetensors, or be a directory')
     if not is_weights_file(output):
       folder = Path(output)

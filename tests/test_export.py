@@ -38,6 +38,8 @@ def test_a_file_and_what_cannot_be_written_over(digits_run, run_main, tmp_path):
   error = run_main(export, run, f'--output={tmp_path}', code=2)
   assert f'--output={tmp_path} is a folder with other files' in error
   assert {x.name for x in tmp_path.iterdir()} == {'new', 'notes'}
+  (tmp_path / 'birds.v2').mkdir()  # its name alone might be that of a file
+  assert 'A checkpoint of t5x' in run_main(export, run, f'--output={tmp_path}/birds.v2')
   folder = tmp_path / 'birds_v1.5'
   assert 'A checkpoint of t5x' in run_main(export, run, f'--output={folder}')
   assert (folder / 'checkpoint_2').is_dir()
