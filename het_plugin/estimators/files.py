@@ -56,12 +56,7 @@ def save(estimator: HeadClassifier, path: str) -> None:
     sklearn.exceptions.NotFittedError: the estimator has not been fitted.
     OSError: the file cannot be written; an old one is then still there.
   """
-  if not isinstance(estimator, HeadClassifier):
-    raise ValueError(
-      f'estimator must be a head of het_plugin; got {type(estimator).__name__}: save the last step '
-      'of a pipeline, pipeline[-1]'
-    )
-  check_is_fitted(estimator)
+  names, dtype = class_names(estimator), estimator.classes_.dtype
   params = traverse_util.flatten_dict(estimator.params_, sep='/')
   arrays = {f'params/{name}': np.asarray(x) for name, x in params.items()}
   arrays['mean'] = np.asarray(estimator.mean_)
@@ -71,7 +66,6 @@ def save(estimator: HeadClassifier, path: str) -> None:
   settings = estimator.get_params()
   if isinstance(settings['class_weight'], dict):  # JSON has no keys that are numbers
     settings['class_weight'] = [[k, float(v)] for k, v in settings['class_weight'].items()]
-  names, dtype = estimator.classes_.tolist(), estimator.classes_.dtype
   fitted = {name: getattr(estimator, name) for name in (*_FITTED, *_GRIDS)}
   fitted |= {name: [*fitted[name].items()] for name in _GRIDS if fitted[name] is not None}
   description = {
@@ -85,13 +79,30 @@ def save(estimator: HeadClassifier, path: str) -> None:
   }
   # Settings may be numbers of NumPy; of a RandomState nothing is left that is worth keeping.
   text = json.dumps(description, default=lambda x: getattr(x, 'tolist', lambda: None)())
-  if json.loads(text)['classes'] != names:
-    raise ValueError(f'classes_ of the type {dtype} cannot be written: fit to numbers or strings')
   # A copy in C order, because safetensors writes the memory of an array as it is.
   arrays = {name: np.array(x, order='C') for name, x in arrays.items()}
   metadata = {_METADATA: text, _CHECKSUM: _checksum(text, arrays)}
   with weights.replacing(path) as unfinished:
     save_safetensors(unfinished, arrays, metadata)
+
+
+def check_head(estimator: HeadClassifier) -> None:
+  """Raises ValueError for an estimator of another kind, NotFittedError for one without a fit."""
+  if not isinstance(estimator, HeadClassifier):
+    raise ValueError(
+      f'estimator must be a head of het_plugin; got {type(estimator).__name__}: give the last step '
+      'of a pipeline, pipeline[-1]'
+    )
+  check_is_fitted(estimator)
+
+
+def class_names(estimator: HeadClassifier) -> list[Any]:
+  """`classes_` as JSON has them; errors as in `check_head`, and ValueError if it has no such."""
+  check_head(estimator)
+  names, dtype = estimator.classes_.tolist(), estimator.classes_.dtype
+  if json.loads(json.dumps(names, default=lambda _: None)) != names:
+    raise ValueError(f'classes_ of the type {dtype} cannot be written: fit to numbers or strings')
+  return names
 
 
 def load(path: str) -> HeadClassifier:
@@ -202,8 +213,7 @@ def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) ->
     estimator: a fitted one. What its calibration adds is left out.
     path: a .safetensors or .npz file.
     backbone: what made the features: the directory of a run (the parameters that it is evaluated
-      with, and its gin configuration is the current one afterwards), a file of weights in our
-      names, or {'backbone/...': array}.
+      with), a file of weights in our names, or {'backbone/...': array}.
 
   Raises:
     ValueError: the estimator has hidden layers and there is a backbone below them, or the backbone
@@ -245,9 +255,10 @@ def head_params(estimator: HeadClassifier) -> dict[str, np.ndarray]:
     float32 arrays by name; HET-H's have all buckets.
 
   Raises:
+    ValueError: the estimator is of another kind.
     sklearn.exceptions.NotFittedError: the estimator has not been fitted.
   """
-  check_is_fitted(estimator)
+  check_head(estimator)
   flat = traverse_util.flatten_dict(estimator.params_, sep='/')
   flat = {name: np.asarray(x) for name, x in flat.items()}
   if estimator._head == 'het_h':

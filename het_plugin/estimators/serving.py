@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sklearn.utils.validation import check_is_fitted
 
 from het_plugin import heads
 from het_plugin.estimators.classifier import HeadClassifier
+from het_plugin.estimators.files import class_names
 from het_plugin.weights import programs
 
 
@@ -46,9 +46,9 @@ def export(
 
   Raises:
     sklearn.exceptions.NotFittedError: the estimator has not been fitted.
-    ValueError: as in `weights.programs.write`.
+    ValueError: as in `save` and `weights.programs.write`.
   """
-  check_is_fitted(estimator)
+  names = class_names(estimator)
   model, calibration = estimator.model_, estimator.calibration_
   mean, scaling = np.asarray(estimator.mean_, np.float32), None
   if calibration is not None:
@@ -63,7 +63,7 @@ def export(
     'link': model.link,
     'num_classes': model.num_classes,
     'tau': estimator.temperature_,
-    'class_names': estimator.classes_.tolist(),
+    'class_names': names,
   }
   params = jax.tree.map(np.asarray, estimator.params_)
   program = programs.Program(function, params, 'features', mean.shape, about)

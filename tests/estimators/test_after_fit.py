@@ -123,8 +123,9 @@ def test_files_give_the_same_predictions(data, tmp_path):
   het.noise_nll_ = {0.0: 0.7, np.float64(0.03): np.float32(0.5)}  # as C_noise='auto' gives
   estimators.save(het, path)
   loaded = estimators.load(path)
-  with pytest.raises(ValueError, match='got Pipeline: save the last step'):
-    estimators.save(make_pipeline(het), path)
+  for write in (estimators.save, estimators.export, estimators.to_checkpoint):
+    with pytest.raises(ValueError, match='got Pipeline: give the last step'):
+      write(make_pipeline(het), path)
   np.testing.assert_array_equal(loaded.predict_proba(x), het.predict_proba(x))
   np.testing.assert_array_equal(loaded.predict_set(x, 0.2), het.predict_set(x, 0.2))
   assert loaded.get_params() == het.get_params() and list(loaded.classes_) == list('abcd')
@@ -147,8 +148,9 @@ def test_a_file_keeps_the_names_of_features_and_classes(data, tmp_path):
   estimators.save(opened, path)
   for dtype in ('M8[Y]', 'S1'):
     opened.classes_ = np.arange(4).astype(dtype)
-    with pytest.raises(ValueError, match='fit to numbers or strings'):
-      estimators.save(opened, path)
+    for write in (estimators.save, estimators.export):
+      with pytest.raises(ValueError, match='fit to numbers or strings'):
+        write(opened, path)
   assert list(estimators.load(path).classes_) == [*'abcd']
 
 
