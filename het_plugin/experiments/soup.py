@@ -77,10 +77,12 @@ def soup(
     )
   run = runs.open_run(checkpoint[0], *gin_settings)
   for source in checkpoint[1:]:
-    _check_head(checkpoint[0], run.model.head, source, *gin_settings)
+    _check_like(checkpoint[0], run.model, source, *gin_settings)
+    class_names.check(f'--checkpoint={source}', class_names.read(source), run.class_names)
   task = dataset or run.task
   info = data.classification_info(task)
   run.model.validate(info)
+  class_names.check(f'--dataset={task}', info.class_names, run.class_names)
 
   def score_of(params: PyTree) -> dict[str, float]:
     averaged = dataclasses.replace(run, params=params)
@@ -162,14 +164,18 @@ def _write_run(folder: epath.Path, run: Any, params: PyTree, config: str, ema: b
       class_names.write(folder, run.class_names)
 
 
-def _check_head(first: str, head: Any, source: str, *gin_settings: Sequence[str]) -> None:
-  """Raises ValueError if parameters mean something else in the head of another candidate."""
-  other = runs.configuration(source, *gin_settings).argument('model').head
+def _check_like(first: str, model: Any, source: str, *gin_settings: Sequence[str]) -> None:
+  """Raises ValueError if parameters mean something else in the model of another candidate."""
+  other = runs.configuration(source, *gin_settings).argument('model')
+  head = model.head
   names = [field.name for field in dataclasses.fields(head) if field.name not in ('parent', 'name')]
-  differ = [name for name in names if getattr(head, name) != getattr(other, name, None)]
-  if type(head) is not type(other) or differ:
-    which = ', '.join(differ) or 'head'
+  differ = [name for name in names if getattr(head, name) != getattr(other.head, name, None)]
+  ema = [optimizers.evaluates_ema(x.optimizer_def) for x in (model, other)]
+  which = '' if ema[0] == ema[1] else 'with_ema.evaluate'
+  if type(head) is not type(other.head) or differ:
+    which = f'{type(head).__name__}.{", ".join(differ) or "head"}'
+  if which:
     raise ValueError(
-      f'{source} and {first} differ in {type(head).__name__}.{which}: one configuration evaluates '
-      'all candidates of a soup, so their heads must be the same'
+      f'{source} and {first} differ in {which}: one configuration evaluates all candidates of a '
+      'soup, so this must be the same'
     )
