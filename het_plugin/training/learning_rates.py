@@ -17,7 +17,7 @@ _IN_FRONT = re.compile(
   r'(^|/)(embedding|position_embedding|class_token|registers|pre_norm|conv_root|norm_root'
   r'|stem|stem_norm)(/|$)'
 )
-# 'block03/', 'stage2_unit01/', 'stage2_block00/', or stacked by `scan_layers` 'blocks/',
+# 'block03/', 'stage2_unit01/', 'stage2_block01/', or stacked by `scan_layers` 'blocks/',
 # 'stage2_units/'. What halves the image before a stage belongs to the first block of the stage.
 _LAYER = re.compile(r'^(.*?)(block|stage)(s|\d+)(?:_(?:(?:unit|block)(s|\d+)|norm|patches))?/')
 
@@ -137,7 +137,7 @@ def _place(match: re.Match) -> tuple[float, float]:
   Stacked blocks precede the others, and stacked units follow the first of their stage.
   """
   number, unit = match.groups()[2:]
-  return -1 if number == 's' else float(number), math.inf if unit == 's' else float(unit or 0)
+  return -1 if number == 's' else float(number), math.inf if unit == 's' else float(unit or 1)
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -111,10 +111,10 @@ def test_layers_count_back_from_the_head():
     'vmoe/blocks/mlp/kernel': (2, 4, 4),  # before the first experts
     'vmoe/block02/moe/router': (4, 2),
     'convnext/stem_norm/scale': (4,),
-    'convnext/stage1_block00/wi/kernel': (4, 4),
+    'convnext/stage1_block01/wi/kernel': (4, 4),
     'convnext/stage2_patches/kernel': (2, 2, 4, 8),
-    'convnext/stage2_block00/wi/kernel': (8, 8),
     'convnext/stage2_block01/wi/kernel': (8, 8),
+    'convnext/stage2_block02/wi/kernel': (8, 8),
     'convnext/norm/scale': (8,),
   }
   found = learning_rates.layer_exponents(shapes)
