@@ -22,15 +22,15 @@ _IN_FRONT = re.compile(
 _LAYER = re.compile(r'^(.*?)(block|stage)(s|\d+)(?:_(?:(?:unit|block)(s|\d+)|norm|patches))?/')
 
 
-def matching(pattern: str, params: PyTree, setting: str) -> PyTree:
+def matching(pattern: str, params: PyTree, setting: str | None) -> PyTree:
   """Whether a regular expression is found in the path of each parameter ('head/kernel').
 
-  One that is found in none is a ValueError, which names the setting.
+  One that is found in none is a ValueError, which names the setting; with None it is allowed.
   """
   mask = jax.tree_util.tree_map_with_path(
     lambda path, _: bool(re.search(pattern, _name(path))), params
   )
-  if not any(jax.tree.leaves(mask)):
+  if setting is not None and not any(jax.tree.leaves(mask)):
     raise ValueError(f'{setting}={pattern!r} matches no parameter.')
   return mask
 

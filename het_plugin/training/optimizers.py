@@ -83,9 +83,13 @@ def adamw(
   def decays(params: PyTree) -> PyTree:
     if not weight_decay:
       return jax.tree.map(lambda _: False, params)
-    return learning_rates.matching(weight_decay_params, params, 'weight_decay_params')
+    # With frozen parameters it is among all that the pattern must match: `freezes` has seen to it.
+    setting = 'weight_decay_params' if frozen_params is None else None
+    return learning_rates.matching(weight_decay_params, params, setting)
 
   def freezes(params: PyTree) -> PyTree:
+    if weight_decay:
+      learning_rates.matching(weight_decay_params, params, 'weight_decay_params')
     mask = learning_rates.matching(frozen_params, params, 'frozen_params')
     return jax.tree.map(lambda is_frozen: 'frozen' if is_frozen else 'trained', mask)
 

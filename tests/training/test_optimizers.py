@@ -52,6 +52,13 @@ def test_frozen_parameters_keep_their_values_and_cost_no_moments():
   moments = [path for path, x in jax.tree_util.tree_leaves_with_path(state) if jnp.size(x) > 0]
   assert not any('block' in jax.tree_util.keystr(path) for path in moments)
   assert int(optimizers.num_updates(state, default=jnp.int32(7))) == 0
+  # Where no kernel is trained, nothing decays.
+  got = update(optimizers.adamw(0.1, weight_decay=0.2, frozen_params='kernel$'), grads)
+  np.testing.assert_allclose(got['block']['bias'], [-0.1], rtol=1e-5)
+  np.testing.assert_array_equal(got['head']['kernel'], [[0.0]])
+  wrong = optimizers.adamw(0.1, weight_decay=0.2, weight_decay_params='kernl', frozen_params='bias')
+  with pytest.raises(ValueError, match="weight_decay_params='kernl' matches no"):
+    wrong.optax_optimizer.init(PARAMS)
 
 
 def test_the_first_factor_that_matches_multiplies_the_learning_rate():
