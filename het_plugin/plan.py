@@ -59,7 +59,9 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the process that compiles, too
   with command_line.one_sentence_errors(argv):
-    mesh = FLAGS.mesh and flag_values.integers('mesh', FLAGS.mesh, least=1, lengths=(2, 3))
+    mesh = FLAGS.mesh
+    if mesh is not None:
+      mesh = flag_values.integers('mesh', mesh, least=1, lengths=(2, 3))
     topology.check(FLAGS.topology, FLAGS.num_slices, mesh)
     configuration = map(list, command_line.gin_settings())
     request = worker.Request(

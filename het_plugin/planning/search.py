@@ -74,7 +74,8 @@ def grid(
   A loss that draws no samples has one per batch size, with s = 0. A batch size that the devices do
   not divide is an error before the first.
   """
-  if unknown := [head for head in heads if head not in HEADS]:
+  unknown = [head for head in heads if head not in HEADS]
+  if unknown or not heads:
     raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')
   request = dataclasses.replace(request, heads=heads, batches=batches)
   for head in heads:

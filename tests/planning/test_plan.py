@@ -59,7 +59,9 @@ def test_a_plan_for_virtual_devices(tmp_path, run_main):
   [
     (['--topology=v9:2x2'], '--topology=v9:2x2 is unknown: write cpu:N, or a TPU generation'),
     (['--topology=cpu:8', '--mesh=8'], '--mesh=8 must be 2 or 3 whole numbers of at least 1'),
+    (['--topology=cpu:8', '--mesh='], '--mesh= must be 2 or 3 whole numbers'),
     (['--topology=cpu:8', '--grid', '--heads=hett'], '--heads=hett is unknown'),
+    (['--topology=cpu:8', '--grid', '--heads='], '--heads= is unknown: choose from det'),
     (['--grid', '--search=batch'], '--search has an effect only without --grid'),
     (['--png=x.png'], '--png has an effect only with --grid'),
     (['--topology=cpu:8', '--mesh=4,3'], '--mesh=4,3 has 12 devices; cpu:8 has 8'),
