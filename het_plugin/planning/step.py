@@ -27,6 +27,7 @@ _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 _USED = re.compile(r'[Uu]sed ([\d.]+)([KMGT])?i?B? of [\d.]+[KMGT]')
 _TEMPORARIES = re.compile(r'HLO temporaries \(([\d.]+)([KMGT])\)')
 _WITHOUT_NOISE = ('Det', 'ContrastiveDet', 'MixtureOfSoftmaxes')  # heads
+_ASKED = {'batch_size': 'BATCH_SIZE', 'num_samples': 'train/Integrator.num_samples'}
 _DEFAULTS = 'het_plugin/gin/planning/defaults.gin'
 # gin copies the values of bindings, which devices do not allow, but not the values of references.
 _DEVICES: list[jax.Device] = []
@@ -93,6 +94,12 @@ def plan(request: Request) -> dict[str, Any]:
     'num_params': int(parameter_overview.count_parameters(state.params)),
     'bytes_per_device': held,
   }
+  for name, value in request.asked.items():
+    if result[name] not in (value, None):  # None: the loss draws no samples
+      raise ValueError(
+        f'{_ASKED[name]} = {value} does not set the {name} of the train step, which is '
+        f'{result[name]}: --search and --grid need a configuration in which it does'
+      )
   if 'train' in request.steps:
     spec = partitioner.batch_spec(element_spec)
     result['train'] = _measure(trainer.trace_train, (state, spec), place)

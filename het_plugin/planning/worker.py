@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Request:
 
   `topology` is as in `topology.parse`, and `mesh` has (data, model) or (replica, data, model)
   devices; None takes the configuration's. `needs_samples` refuses a training loss without samples.
+  `asked` has the batch_size or num_samples that a search or a grid compiles for.
   `heads` and `batches` are those of a grid: the run must allow each batch size, and one of the
   heads must use what a binding sets.
   """
@@ -42,6 +43,7 @@ class Request:
   needs_samples: bool = False
   heads: Sequence[str] = ()
   batches: Sequence[int] = ()
+  asked: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   def for_train_step(
     self, batch: int | None = None, num_samples: int | None = None, head: str | None = None
@@ -54,7 +56,11 @@ class Request:
       bindings.append(f'BATCH_SIZE = {batch}')
     if num_samples is not None:
       bindings += [f'{name}/Integrator.num_samples = {num_samples}' for name in ('train', 'eval')]
-    return dataclasses.replace(self, gin_files=files, gin_bindings=bindings, steps=('train',))
+    asked = {'batch_size': batch, 'num_samples': num_samples}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    return dataclasses.replace(
+      self, gin_files=files, gin_bindings=bindings, steps=('train',), asked=asked
+    )
 
 
 def file_of_head(head: str) -> str:

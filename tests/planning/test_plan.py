@@ -87,6 +87,15 @@ def test_a_grid_refuses_a_batch_that_does_not_divide_before_the_first(monkeypatc
     list(search.grid(asked, ['det'], [64, 66], [1]))
 
 
+def test_a_batch_size_that_another_binding_sets_is_not_searched(monkeypatch):
+  place = topology.Topology('cpu:8', jax.devices(), 2**34)
+  monkeypatch.setattr(topology, 'get', lambda *_: place)
+  monkeypatch.setattr(step, '_measure', lambda *_: pytest.fail('it compiles'))
+  asked = request(gin_bindings=[*TINY, 'train/DatasetConfig.batch_size = 64'])
+  with pytest.raises(ValueError, match='BATCH_SIZE = 128 does not set .* which is 64'):
+    step.plan(asked.for_train_step(128))
+
+
 def test_a_grid_has_one_row_where_the_number_of_samples_changes_nothing(monkeypatch):
   names = ('peak_bytes_per_device', 'fits', 'flops_per_device', 'hbm_bytes_per_device')
   plan = dict.fromkeys(names, 1.0) | {'num_samples': None}  # of an exact loss
