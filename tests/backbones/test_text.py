@@ -14,14 +14,15 @@ from het_plugin.backbones import TextTransformer, text_transformer
 from het_plugin.backbones.text import POOLINGS
 from het_plugin.training.partitioning import PjitPartitioner
 from tests.backbones.stacking import stack
+from tests.params import drawn
 
-TINY = TextTransformer(vocab_size=50, width=16, depth=2, mlp_dim=32, num_heads=2)
+TINY = TextTransformer(vocab_size=50, width=16, depth=1, mlp_dim=32, num_heads=2)
 TEXT = np.array([[5, 9, 2, 7, 1, 0, 0], [3, 1, 0, 0, 0, 0, 0], [8, 8, 8, 4, 40, 49, 1]], np.int32)
 
 
-def tower(pooling):
-  model = dataclasses.replace(TINY, pooling=pooling)
-  return model, jax.jit(model.init)(jax.random.key(0), TEXT)['params']
+def tower(pooling, depth=1):
+  model = dataclasses.replace(TINY, pooling=pooling, depth=depth)
+  return model, drawn(model.init, TEXT)
 
 
 @pytest.mark.slow
@@ -33,7 +34,7 @@ def test_padding_and_neighbours_change_nothing(pooling):
   assert phi.dtype == jnp.float32
   np.testing.assert_array_equal(phi, intermediates['pre_logits'])
   extra = 1 if pooling == 'token' else 0
-  assert intermediates['block01'].shape == (3, 7 + extra, 16)
+  assert intermediates['block00'].shape == (3, 7 + extra, 16)
   # As if the text ended where the padding begins.
   shorter = params | {'position_embedding': params['position_embedding'][: 5 + extra]}
   alone, _ = jax.jit(model.apply)({'params': shorter}, TEXT[:1, :5])
@@ -62,7 +63,7 @@ def test_an_empty_text_is_finite(pooling):
 
 @pytest.mark.slow
 def test_bfloat16_and_scanned_blocks():
-  model, params = tower('last')
+  model, params = tower('last', depth=2)
   phi, intermediates = jax.jit(model.apply)({'params': params}, TEXT)
   looped = dataclasses.replace(model, scan_layers=True, remat='full')
   scanned, scanned_intermediates = jax.jit(looped.apply)(
