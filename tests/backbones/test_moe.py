@@ -18,7 +18,7 @@ from het_plugin.models import ClassificationModel
 from het_plugin.planning import hlo
 from het_plugin.training import optimizers, partitioning, step
 from tests.backbones import stacking
-from tests.params import perturbed
+from tests.params import drawn, perturbed
 
 SETTINGS = BlockSettings(num_heads=2, mlp_dim=12)
 B, N, D, E = 4, 6, 8, 5
@@ -240,7 +240,7 @@ def test_microbatches_change_nothing_where_images_are_routed_alone():
 def test_dense_blocks_before_the_experts_run_in_a_loop():
   model = ViT(8, 16, 4, 32, 2, moe=SparseMoe(4, layers='last_1'), layer_scale=0.1)
   image = jax.random.normal(jax.random.key(0), (2, 16, 16, 3))
-  params = jax.jit(model.init)(jax.random.key(1), image)['params']
+  params = drawn(model.init, image)
   looped = stacking.stack(model, params, image)
   assert looped.keys() & {'blocks', 'block02', 'block03'} == {'blocks', 'block03'}
   loop = dataclasses.replace(model, scan_layers=True)
