@@ -12,6 +12,7 @@ from flax import traverse_util
 from scipy import special
 
 from het_plugin.backbones import Mlp, TextTransformer, ViT
+from het_plugin.backbones.layers import param
 from het_plugin.heads import ContrastiveDet, ContrastiveHetXL, Det
 from het_plugin.integrate import Analytic, Integrator
 from het_plugin.models import ContrastiveModel
@@ -38,12 +39,16 @@ def make_model(head='det', **settings):
 
 
 class OwnTextTower(nn.Module):
+  """The mean of the words, whose parameters a mesh divides as those of `TextTransformer`."""
+
   vocab_size: int = 40
   pre_logits_dim: int = 4
 
   @nn.compact
   def __call__(self, text, train=False):
-    return nn.Embed(self.vocab_size, self.pre_logits_dim)(text).mean(1), {}
+    shape = self.vocab_size, self.pre_logits_dim
+    embedding = param('embedding', nn.initializers.normal(1.0), shape, ('vocab', 'embed'))
+    return embedding[text].mean(1), {}
 
 
 def small_model(head, **settings):
@@ -80,7 +85,7 @@ def values(metrics):
 
 @pytest.mark.slow
 def test_the_loss_is_equation_6():
-  model, batch = make_model(), make_batch()
+  model, batch = small_model('det'), make_batch()
   params = initial(model, batch)
 
   @jax.jit
@@ -156,7 +161,7 @@ def test_noise_is_of_training_and_follows_the_examples():
 
 @pytest.mark.slow
 def test_a_locked_tower_has_no_gradient_and_its_projection_has():
-  model = make_model(embedding_dim=10, locked=True)
+  model = small_model('det', embedding_dim=10, locked=True)
   batch = make_batch()
   params = initial(model, batch)
   gradient = jax.jit(jax.grad(lambda p: model.loss_fn(p, batch, jax.random.key(0))[0]))(params)
@@ -173,8 +178,8 @@ def test_a_locked_tower_has_no_gradient_and_its_projection_has():
 def test_a_step_is_the_same_on_every_mesh():
   """The loss compares all of the batch, over all devices."""
   batch = make_batch()
-  # The mesh test of tests/models/test_classification.py has a ViT.
-  model = make_model('het_xl', backbone=Mlp((16,)), optimizer_def=optimizers.adamw(1e-2, eps=1e-3))
+  # tests/backbones has meshes with a ViT, whose blocks are those of the text tower.
+  model = small_model('het_xl', optimizer_def=optimizers.adamw(1e-2, eps=1e-3))
   shapes = {name: x.shape for name, x in batch.items()}
 
   @jax.jit
@@ -201,7 +206,7 @@ def test_a_step_is_the_same_on_every_mesh():
 
 @pytest.mark.slow
 def test_zero_shot_probabilities():
-  model, batch = make_model('het_xl'), make_batch()
+  model, batch = small_model('het_xl'), make_batch()
   params = initial(model, batch)
 
   @jax.jit
