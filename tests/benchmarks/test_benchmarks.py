@@ -84,7 +84,10 @@ def test_its_rows_are_consistent_and_its_last_line_concludes(run, command, monke
     monkeypatch.setattr(integrator, 'MIN_TILTED', 64)
   monkeypatch.setitem(transformer.SIZES['Ti'], 'depth', 1)
   # As many as there are held-out rows, for one program.
-  monkeypatch.setattr(importlib.import_module('known_truth'), 'NUM_TEST', 200)
+  known_truth = importlib.import_module('known_truth')
+  monkeypatch.setattr(known_truth, 'NUM_TEST', 200)
+  monkeypatch.setattr(known_truth, 'CS', (0.1, 1.0))
+  monkeypatch.setattr(known_truth, 'NOISE_CS', (0.03, 0.1))
   rows, printed = run(script, *flags)
   num_rows, conclusion = RUNS[command]
   assert len(rows) == num_rows and conclusion in printed[-1]
@@ -195,7 +198,12 @@ def test_colour_names(run, tmp_path, call_main, capsys):
 @pytest.mark.slow
 def test_paper_slice(run, monkeypatch):
   tiny = ['BATCH_SIZE = 4', 'vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16']
-  tiny += ['vit.num_heads = 2', 'vit.representation_size = 16', 'NUM_CLASSES = 100']
+  tiny += [
+    'train/Integrator.num_samples = 2',
+    'vit.num_heads = 2',
+    'vit.representation_size = 16',
+    'NUM_CLASSES = 100',
+  ]
   flags = ['--topology=cpu:4', '--meshes=2x2', '--heads=det,het_xl']
   flags += [f'--gin={binding}' for binding in tiny]
   place = topology.Topology('cpu:4', jax.devices()[:4], 2**34)
@@ -224,7 +232,10 @@ def test_audit(run):
 
 
 @pytest.mark.slow
-def test_noisy_labels(run):
+def test_noisy_labels(run, monkeypatch):
+  script = importlib.import_module('noisy_labels')
+  for name, values in {'CS': (0.3, 1.0), 'NOISE_CS': (1.0,), 'NOISE_RATIOS': (0.1, 0.3)}.items():
+    monkeypatch.setattr(script, name, values)
   flags = ['--problem=next,0.3,300,3,4,0.3,0', '--seeds=0', '--no-cleanlab']
   heads = ['det', 'smoothing', 'gce', 'forward_known', 'forward_estimated', 'het_xl']
   heads += ['forward_audit']
