@@ -12,7 +12,6 @@ from flax import traverse_util
 from scipy import special
 
 from het_plugin.backbones import Mlp, TextTransformer, ViT
-from het_plugin.backbones.layers import param
 from het_plugin.heads import ContrastiveDet, ContrastiveHetXL, Det
 from het_plugin.integrate import Analytic, Integrator
 from het_plugin.models import ContrastiveModel
@@ -39,16 +38,12 @@ def make_model(head='det', **settings):
 
 
 class OwnTextTower(nn.Module):
-  """The mean of the words, whose parameters a mesh divides as those of `TextTransformer`."""
-
   vocab_size: int = 40
   pre_logits_dim: int = 4
 
   @nn.compact
   def __call__(self, text, train=False):
-    shape = self.vocab_size, self.pre_logits_dim
-    embedding = param('embedding', nn.initializers.normal(1.0), shape, ('vocab', 'embed'))
-    return embedding[text].mean(1), {}
+    return nn.Embed(self.vocab_size, self.pre_logits_dim)(text).mean(1), {}
 
 
 def small_model(head, **settings):
@@ -178,8 +173,8 @@ def test_a_locked_tower_has_no_gradient_and_its_projection_has():
 def test_a_step_is_the_same_on_every_mesh():
   """The loss compares all of the batch, over all devices."""
   batch = make_batch()
-  # tests/backbones has meshes with a ViT, whose blocks are those of the text tower.
-  model = small_model('het_xl', optimizer_def=optimizers.adamw(1e-2, eps=1e-3))
+  # The mesh test of tests/models/test_classification.py has a ViT.
+  model = make_model('het_xl', backbone=Mlp((16,)), optimizer_def=optimizers.adamw(1e-2, eps=1e-3))
   shapes = {name: x.shape for name, x in batch.items()}
 
   @jax.jit
