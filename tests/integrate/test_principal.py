@@ -105,7 +105,7 @@ def test_as_many_as_there_are_is_exact(kind, full, remainder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind,full,remainder', FORMS)
+@pytest.mark.parametrize('kind,full,remainder', FORMS[1:3])  # both loadings, both remainders
 def test_gradient_is_that_of_the_objective_with_fixed_directions(
   kind, full, remainder, monkeypatch
 ):
@@ -118,26 +118,28 @@ def test_gradient_is_that_of_the_objective_with_fixed_directions(
       logits = gaussian(arrays, kind, remainder, 'sigmoid')
       return Integrator(principal_factors=2).nll(logits, pad(MULTI_LABELS)).sum()
 
-    gradient = jax.grad(loss)(arrays)
-    logits = gaussian(arrays, kind, remainder, 'sigmoid')
-    factors, _ = all_factors(logits)
-    axes = principal.principal_axes(factors, 2)
+    @jax.jit
+    def gradient_and_axes(arrays):
+      factors, _ = all_factors(gaussian(arrays, kind, remainder, 'sigmoid'))
+      return jax.grad(loss)(arrays), principal.principal_axes(factors, 2)
+
+    gradient, axes = gradient_and_axes(arrays)
     monkeypatch.setattr(principal, 'principal_axes', lambda *_: axes)
+    of_fixed = jax.jit(lambda arrays: loss(arrays))
     for name, x in arrays.items():
       step = 1e-5 * rng.normal(size=x.shape)
-      above, below = (loss(arrays | {name: x + sign * step}) for sign in (1, -1))
+      above, below = (of_fixed(arrays | {name: np.asarray(x) + d}) for d in (step, -step))
       expected = (above - below) / 2
-      np.testing.assert_allclose((gradient[name] * step).sum(), expected, rtol=1e-6, atol=1e-12)
+      found = (np.asarray(gradient[name]) * step).sum()
+      np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  'name,count', [('het_xl', 2), ('het_xl_full', 1), ('own_kernel', 2), ('one_factor', 1)]
-)
-def test_tiles_agree_with_all_classes_at_one_time(name, count):
+def test_tiles_agree_with_all_classes_at_one_time():
+  """Those of a W' are below; any other head has the noise of these, once it is reduced."""
   with jax.enable_x64(True):
-    head, params, phi = problem(name, 'sigmoid', jnp.float64)
-    whole = Integrator(principal_factors=count)
+    head, params, phi = problem('het_xl', 'sigmoid', jnp.float64)
+    whole = Integrator(principal_factors=2)
     expected = value_and_gradient(whole, head, params, phi, LABELS)
     tiled = dataclasses.replace(whole, class_tile=TILE)
     assert_close(value_and_gradient(tiled, head, params, phi, LABELS), expected, 1e-9)
@@ -145,9 +147,7 @@ def test_tiles_agree_with_all_classes_at_one_time(name, count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'name,settings',
-  [('het_xl', {}), ('own_kernel', {'class_tile': TILE}), ('het_xl', {'chunk_bytes': 1})],
-  ids=str,
+  'name,settings', [('het_xl', {}), ('own_kernel', {'class_tile': TILE})], ids=str
 )
 def test_float32_and_bfloat16_agree_with_float64(name, settings):
   integrator = Integrator(principal_factors=2)
@@ -164,18 +164,17 @@ def test_float32_and_bfloat16_agree_with_float64(name, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('shape', [(1, 8), (2, 4)])
-def test_a_mesh_changes_nothing(shape):
+def test_a_mesh_changes_nothing():
   """Of 13 classes, to which the mesh pads 3 with a W that is not 0."""
   with jax.enable_x64(True):
     arrays = make('shared_w', batch=4)
 
     def loss(arrays):
       logits = gaussian(arrays, 'shared_w', link='sigmoid')
-      return Integrator(principal_factors=2).nll(logits, jnp.array([2, 12, 0, -1])).sum()
+      return Integrator(principal_factors=2).nll(logits, np.array([2, 12, 0, -1])).sum()
 
-    value, gradient = jax.value_and_grad(loss)(arrays)
-    got, got_gradient = sharded(jax.value_and_grad(loss), make_mesh(*shape))(arrays)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(arrays)
+    got, got_gradient = sharded(jax.value_and_grad(loss), make_mesh(2, 4))(arrays)
     np.testing.assert_allclose(got, value, rtol=1e-10)
     assert relative_error(got_gradient, gradient) < 1e-9
 
@@ -194,9 +193,8 @@ def test_padded_classes_do_not_count():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['het_xl', 'own_kernel'])
-def test_tiles_on_a_mesh(name):
-  head, params, phi = problem(name, 'sigmoid')
+def test_tiles_on_a_mesh():
+  head, params, phi = problem('het_xl', 'sigmoid')
   integrator = Integrator(principal_factors=2, class_tile=TILE)
   expected = value_and_gradient(integrator, head, params, phi, LABELS)
   with on_mesh(make_mesh(2, 4)):
@@ -282,17 +280,22 @@ def test_symbolic_batch():
 @pytest.mark.slow
 def test_one_result_takes_the_same_variances_as_another():
   head, params, phi = problem('het_xl', 'sigmoid')
-  logits = head.apply({'params': params}, phi)
-  few = Integrator(principal_factors=1)
-  p = np.exp(few.log_prob(logits)[:, :300], dtype=np.float64)
-  np.testing.assert_allclose(
-    few.log_odds(logits)[:, :300], np.log(p / (1 - p)), rtol=1e-3, atol=1e-4
-  )
+
+  @jax.jit
+  def found(params):
+    logits, few = head.apply({'params': params}, phi), Integrator(principal_factors=1)
+    nll, entropies = few.nll(logits, LABELS), [x.expected_entropy(logits) for x in (few, whole)]
+    return few.log_prob(logits)[:, :300], few.log_odds(logits)[:, :300], nll, entropies
+
+  whole = Integrator()
+  log_p, log_odds, nll, (entropy, of_whole) = jax.tree.map(np.asarray, found(params))
+  p = np.exp(log_p, dtype=np.float64)
+  np.testing.assert_allclose(log_odds, np.log(p / (1 - p)), rtol=1e-3, atol=1e-4)
   on = np.zeros((B, 300))
   on[[0, 1, 3], [3, 299, 0]] = 1.0
   expected = -np.log(np.where(on, p, 1 - p)).sum(-1)
-  np.testing.assert_allclose(few.nll(logits, jnp.asarray(LABELS)), expected, rtol=1e-4)
-  assert (few.expected_entropy(logits) != Integrator().expected_entropy(logits)).all()
+  np.testing.assert_allclose(nll, expected, rtol=1e-4)
+  assert (entropy != of_whole).all()
 
 
 @pytest.mark.parametrize('name', ['het_h', 'det'])
