@@ -21,9 +21,13 @@ def problem(remainder='rank_one', **fields):
   """HET-H with parameters that are not zero, and phi [B, D]."""
   head = heads.HetH(K, num_factors=3, num_buckets=H, remainder=remainder, **fields)
   phi = jax.random.normal(jax.random.key(1), (B, D))
-  params = head.init(jax.random.key(0), phi)['params']
+  params = jax.jit(head.init)(jax.random.key(0), phi)['params']
   rng = np.random.default_rng(0)
-  return head, jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype('f4'), params), phi
+
+  def move(x):
+    return jnp.asarray(np.asarray(x) + 0.3 * rng.normal(size=x.shape).astype('f4'))
+
+  return head, jax.tree.map(move, params), phi
 
 
 def of_classes(logits):
@@ -63,7 +67,7 @@ def assert_close(found, expected, rtol):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'num_samples,remainder',
-  [(3, 'rank_one'), (4, 'diag'), (33, 'rank_one')],  # plain, fitted, rotated
+  [(4, 'diag'), (33, 'rank_one')],  # fitted, rotated; plain ones are below
 )
 def test_buckets_agree_with_classes_in_float64(num_samples, remainder):
   with jax.enable_x64(True):
@@ -104,7 +108,7 @@ def test_a_bucket_far_below_the_others_keeps_its_loss():
   head, params, phi = problem()
   is_low = head.buckets(D) == head.buckets(D)[3]
   params = params | {'bias': jnp.where(is_low, -200.0, 0.0)}
-  logits = head.apply({'params': params}, phi)
+  logits = jax.jit(head.apply)({'params': params}, phi)
   labels = jnp.full(B, 3, jnp.int32)
   nll = jax.jit(Integrator(33).nll)
   found = nll(logits, labels, KEYS)
@@ -116,9 +120,9 @@ def test_a_bucket_far_below_the_others_keeps_its_loss():
 def test_more_buckets_than_classes():
   head = heads.HetH(5, num_factors=2, num_buckets=40, class_multiple=8)
   phi = jax.random.normal(jax.random.key(1), (B, D))
-  logits = head.apply(head.init(jax.random.key(0), phi), phi)
+  logits, _ = jax.jit(head.init_with_output)(jax.random.key(0), phi)
   labels = jnp.arange(B, dtype=jnp.int32)
-  nll = jax.jit(Integrator(33).nll)
+  nll = jax.jit(Integrator(2).nll)
   np.testing.assert_allclose(
     nll(logits, labels, KEYS), nll(of_classes(logits), labels, KEYS), rtol=1e-4
   )

@@ -136,8 +136,7 @@ def relative_error(tree, expected):
     *(
       pytest.param(*case, marks=pytest.mark.slow)
       for case in (
-        ('identity', 'sigmoid', True, 'rank_one', LABELS),
-        ('shared_w', 'sigmoid', False, 'rank_one', MULTI_LABELS),
+        ('shared_w', 'sigmoid', True, 'rank_one', MULTI_LABELS),
         ('shared_w', 'softmax', False, 'diag', LABELS),
         ('hash', 'sigmoid', False, 'diag', LABELS),
       )
@@ -422,8 +421,7 @@ def sharded(function, mesh):
   'kind,link,order',
   [
     ('identity', 'softmax', 'sample_then_project'),
-    ('hash', 'sigmoid', 'sample_then_project'),
-    ('hash', 'softmax', 'project_then_sample'),
+    ('hash', 'sigmoid', 'sample_then_project'),  # the softmax: see test_hashed.py
     ('linear', 'softmax', 'sample_then_project'),
     ('shared_w', 'softmax', 'project_then_sample'),
     ('shared_w', 'sigmoid', 'project_then_sample'),
@@ -453,10 +451,12 @@ def test_sharded_classes_match_the_float64_reference(kind, link, order):
 def test_a_diagonal_remainder_of_sharded_classes_has_a_normal_for_each():
   with jax.enable_x64(True):
     arrays, keys, labels = make('identity', batch=4), keys_of(4), pad([*LABELS, [7]])
-    z = dyadic(keys, jnp.arange(S), R + KP)
-    noise = z[..., :R] @ arrays['loading'] * arrays['scale'][:, None]
-    u = arrays['location'][:, None] + noise + z[..., R:] * arrays['diag'][:, None]
-    p = jax.nn.softmax(u[..., :K] / arrays['tau']).mean(axis=1)
+    z = np.asarray(jax.jit(dyadic, static_argnums=2)(keys, np.arange(S), R + KP), np.float64)
+    location, loading, scale, diag, tau = (
+      np.asarray(arrays[name]) for name in ('location', 'loading', 'scale', 'diag', 'tau')
+    )
+    u = location[:, None] + z[..., :R] @ loading * scale[:, None] + z[..., R:] * diag[:, None]
+    p = special.softmax(u[..., :K] / tau, axis=-1).mean(axis=1)
     integrator, logits = (
       Integrator(S, chunk_size=4, sampler=dyadic),
       gaussian(arrays, 'identity', 'diag'),
@@ -464,9 +464,9 @@ def test_a_diagonal_remainder_of_sharded_classes_has_a_normal_for_each():
     run = sharded(
       lambda x: (integrator.log_prob(x, keys), integrator.nll(x, labels, keys)), make_mesh(2, 4)
     )
-    log_p, nll = run(logits)
-    np.testing.assert_allclose(jnp.exp(log_p[:, :K]), p, rtol=1e-10)
-    np.testing.assert_allclose(nll, -jnp.log(p[jnp.arange(4), labels[:, 0]]), rtol=1e-10)
+    log_p, nll = map(np.asarray, run(logits))
+    np.testing.assert_allclose(np.exp(log_p[:, :K]), p, rtol=1e-10)
+    np.testing.assert_allclose(nll, -np.log(p[np.arange(4), np.asarray(labels)[:, 0]]), rtol=1e-10)
 
   @jax.value_and_grad
   def loss(logits):  # tilted, with draws of its own
@@ -474,7 +474,7 @@ def test_a_diagonal_remainder_of_sharded_classes_has_a_normal_for_each():
 
   with jax.enable_x64(False):
     logits = gaussian(make('identity', batch=4, dtype=jnp.float32), 'identity', 'diag')
-    one, gradient = loss(logits)
+    one, gradient = jax.jit(loss)(logits)
     many, of_many = sharded(loss, make_mesh(2, 4))(logits)
     np.testing.assert_allclose(one, many, rtol=1e-4)
     assert relative_error(of_many.covariance, gradient.covariance) < 1e-2
@@ -608,12 +608,16 @@ def test_second_derivatives(link, order, method):
       return integrator.nll(logits, pad(LABELS), keys_of()).sum()
     return integrator.log_prob(logits, keys_of())[:, :K].sum()
 
-  gradient = jax.jit(jax.grad(loss))
-  _, forward = jax.jvp(gradient, (arrays['tau'],), (jnp.ones_like(arrays['tau']),))
-  eps = 3e-3 * arrays['tau']
-  above, below = (gradient(arrays['tau'] + d) for d in (eps, -eps))
+  @jax.jit
+  def derivatives(tau):
+    gradient = jax.grad(loss)
+    return *jax.jvp(gradient, (tau,), (jnp.ones_like(tau),)), jax.grad(gradient)(tau)
+
+  tau = np.asarray(arrays['tau'])
+  eps = 3e-3 * tau
+  (_, forward, reverse), (above, *_), (below, *_) = map(derivatives, (tau, tau + eps, tau - eps))
   np.testing.assert_allclose(forward, (above - below) / (2 * eps), rtol=2e-2)
-  np.testing.assert_allclose(jax.jit(jax.grad(gradient))(arrays['tau']), forward, rtol=1e-4)
+  np.testing.assert_allclose(reverse, forward, rtol=1e-4)
 
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
@@ -732,7 +736,7 @@ def test_an_exported_loss_of_few_fitted_samples_takes_any_batch_size():
   """Whose draws take the covariance of the noise that explains the label."""
   head, phi = heads.HetXL(K, num_factors=R), np.random.default_rng(0).normal(size=(7, D))
   phi, label = phi.astype(np.float32), np.arange(7, dtype=np.int32)
-  params = head.init(jax.random.key(0), phi)
+  params = jax.jit(head.init)(jax.random.key(0), phi)
 
   @jax.jit
   def nll(phi, label):
@@ -741,6 +745,5 @@ def test_an_exported_loss_of_few_fitted_samples_takes_any_batch_size():
 
   exported = jax.export.export(nll)(*jax.export.symbolic_args_specs((phi, label), ('b, ...', 'b')))
   program = jax.export.deserialize(exported.serialize())
-  for rows in (slice(0, 3), slice(0, 7)):
-    got, expected = program.call(phi[rows], label[rows]), nll(phi[rows], label[rows])
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
+  # The keys of an example, and so its loss, are the same in a batch of 7.
+  np.testing.assert_allclose(program.call(phi[:3], label[:3]), nll(phi, label)[:3], rtol=1e-5)
