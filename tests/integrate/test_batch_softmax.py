@@ -184,16 +184,19 @@ def test_a_replica_axis_cuts_the_batch_too():
 @pytest.mark.slow
 def test_correct_is_the_argmax():
   arrays = make()
-  u = np.asarray(arrays['rows'] @ arrays['columns'].T)
+  u = np.asarray(arrays['rows']) @ np.asarray(arrays['columns']).T
   mask = np.arange(B) != 3
-  got = symmetric_nll(arrays['rows'], arrays['columns'], 0.3, jnp.asarray(mask))
+
+  @jax.jit
+  def found(arrays):
+    nll = functools.partial(symmetric_nll, arrays['rows'], arrays['columns'], 0.3, mask)
+    return nll(), nll(chunk_bytes=4 * B * 3)
+
+  got, chunked = found(arrays)
   for direction, logits in zip(got, (u, u.T), strict=True):
     best = np.where(mask, logits, -np.inf).argmax(1)
     np.testing.assert_array_equal(direction.correct, (best == np.arange(B)) & mask)
   assert 0 < got[0].correct.sum() < B
-  chunked = symmetric_nll(
-    arrays['rows'], arrays['columns'], 0.3, jnp.asarray(mask), chunk_bytes=4 * B * 3
-  )
   for one, two in zip(got, chunked, strict=True):
     np.testing.assert_array_equal(one.correct, two.correct)
 
@@ -231,7 +234,7 @@ def test_extreme_temperatures(scale):
 def test_near_certain_pairs_keep_the_digits_of_their_loss():
   rows = jnp.eye(4)
   tau = 1 / 12.0
-  one, two = symmetric_nll(rows, rows, tau)
+  one, two = jax.jit(symmetric_nll)(rows, rows, tau)
   for direction in (one, two):
     np.testing.assert_allclose(direction.nll, np.log1p(3 * np.exp(-12.0)), rtol=1e-2)
 
@@ -283,7 +286,12 @@ def test_bfloat16_products():
 
 def normals(batch, num_samples, sampler=iid, keys=None):
   keys = example_keys(KEY, jnp.arange(batch)) if keys is None else keys
-  return sampler(keys, jnp.arange(num_samples), R + 1)
+  return normals_of(keys, num_samples, sampler)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def normals_of(keys, num_samples, sampler):
+  return sampler(keys, np.arange(num_samples), R + 1)
 
 
 @pytest.mark.slow
