@@ -122,7 +122,7 @@ def test_more_buckets_than_classes():
   phi = jax.random.normal(jax.random.key(1), (B, D))
   logits, _ = jax.jit(head.init_with_output)(jax.random.key(0), phi)
   labels = jnp.arange(B, dtype=jnp.int32)
-  nll = jax.jit(Integrator(2).nll)
+  nll = jax.jit(Integrator(4).nll)
   np.testing.assert_allclose(
     nll(logits, labels, KEYS), nll(of_classes(logits), labels, KEYS), rtol=1e-4
   )
