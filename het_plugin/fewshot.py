@@ -80,7 +80,7 @@ def check_flags() -> None:
     raise ValueError('--train and --checkpoint cannot go together: represent the checkpoints first')
   if not (F.train or F.checkpoint or F.results):
     raise ValueError('--train and --test, --checkpoint, or --results are needed')
-  given = [name for name in _OF_CHECKPOINTS if F[name].present]
+  given = [x for x in (*_OF_CHECKPOINTS, 'gin_file', 'gin_bindings') if F[x].present]
   if given and not F.checkpoint:
     raise ValueError(f'--{given[0]} is for --checkpoint, whose representations are computed here')
   if not (F.train or F.checkpoint):

@@ -110,6 +110,8 @@ def main(argv: Sequence[str]) -> None:
     if 'checkpoint' in read:
       distributed.initialize()
       compute = functools.partial(compute, command_line.gin_settings())
+    else:
+      command_line.check_unused(['gin_file', 'gin_bindings'], f'{argv[1]}, which reads files only')
     result = compute(names=values.names, **{flag: value_of(flag) for flag in read})
     result.write('het_plugin.select', json=values.json, png=values.png, html=values.html)
 

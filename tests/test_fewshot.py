@@ -203,6 +203,7 @@ def test_checkpoints_on_data_sets(digits_run, run_main, tmp_path):
     ([], '--train and --test, --checkpoint, or --results are needed'),
     (['--train=a.npz'], '--train is given 1 times and --test 0 times'),
     (['--train=a.npz', '--test=b.npz', '--datasets=digits'], '--datasets is for --checkpoint'),
+    (['--train=a.npz', '--test=b.npz', '--gin.K=5'], '--gin_bindings is for --checkpoint'),
     (['--results=x', '--shots=5'], '--shots has no effect on --results alone'),
     (['--l2=much', '--results=x'], '--l2=much must be a number > 0, or loo'),
   ],

@@ -148,6 +148,7 @@ def test_ensemble_beside_the_best_and_the_average(runs, run):
     (['knn'], '--train is not set'),
     (['knn', '--shots=1'], '--shots has no effect on knn: rank'),
     (['soup', '--png=x.png'], '--png has no effect on soup'),
+    (['knn', '--train=GOOD', '--gin.K=5'], '--gin_bindings has no effect on knn'),
     (['knn', '--train=x.npz'], 'x.npz does not exist'),
     (['knn', '--train=x.npz', '--names=a,b'], '--names=a,b must be 1 '),
     (['rank', '--train=GOOD', '--test=TEST', '--keep=2'], '--keep=2 must be in 1 .. 1'),
