@@ -19,6 +19,7 @@ _OUT_OF_MEMORY = 'RESOURCE_EXHAUSTED'
 # What is rather bound by a file of ours than by hand.
 _OF_FILES = {'HEAD': 'gin/heads/het_xl.gin', 'BACKBONE': 'gin/models/vit_s_16.gin'}
 _HELP = {'--help', '-h', '-help', '--helpshort', '--helpfull'}
+_WRITTEN = ('csv', 'html', 'json', 'png')  # flags that name a file, which is written at the end
 _OURS = ('het_plugin', 'launch', 'benchmarks', '__main__')  # modules whose flags --help shows
 
 
@@ -171,6 +172,8 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
       flag = flags.FLAGS[name]
       if flag.present and isinstance(flag.value, float) and not math.isfinite(flag.value):
         raise flags.Error(f'--{name}={flag.value} must be a finite number')  # beyond bounds of absl
+      if flag.present and name in _WRITTEN and os.path.isdir(flag.value):
+        raise flags.Error(f'--{name}={flag.value} is a folder: name a file, such as results.{name}')
     return rest
   except flags.Error as error:
     print(f'Error: {error} (--help shows the flags)', file=sys.stderr)

@@ -313,6 +313,7 @@ def test_flags_become_bindings():
     ('--watch=nan', '--watch=nan must be a finite number'),
     ('--watch=inf', '--watch=inf must be a finite number'),
     ('--watch=0', '0.0'),
+    ('--json=docs', '--json=docs is a folder: name a file, such as results.json'),
   ],
 )
 def test_flags_that_cannot_be_parsed_are_wrong_settings(argument, message, parsed_flags, capsys):
