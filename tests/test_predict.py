@@ -73,6 +73,13 @@ def test_an_array_keeps_its_bytes(tmp_path):
   assert (labels == -1).all()
 
 
+@pytest.mark.parametrize('shape', [(28, 28, 3), (28, 28, 1), (5, 0, 8), (28, 28)])
+def test_an_array_of_one_image_is_not_taken_for_several(tmp_path, shape):
+  np.savez(tmp_path / 'x.npz', image=np.zeros(shape, np.uint8))
+  with pytest.raises(ValueError, match='with N = 1 for a single image'):
+    Images(f'{tmp_path}/x.npz')
+
+
 def test_a_table_is_replaced_as_a_whole(tmp_path):
   path = tmp_path / 'new' / 'out.csv'
   row = {'image': 'a.png', 'entropy': 0.5, 'top': [{'name': 'cat', 'probability': 0.8}]}

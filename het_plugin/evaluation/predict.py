@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from het_plugin import data, reporting, weights
+from het_plugin.data import preprocess
 from het_plugin.data.array_source import channels_first
 from het_plugin.data.image_folder import SUFFIXES, image_files, read_bytes, typical_side
 from het_plugin.measures import uncertainty
@@ -51,10 +52,12 @@ class Images:
         if 'image' not in arrays:
           raise ValueError(f'it has no array image; it has {", ".join(arrays.files)}')
         images = arrays['image']
-        if images.ndim not in (3, 4) or not (images.dtype == np.uint8 or images.dtype.kind == 'f'):
+        is_one = images.ndim == 3 and images.shape[-1] in preprocess.MODES  # [H, W, C]
+        numbers = images.dtype == np.uint8 or images.dtype.kind == 'f'
+        if images.ndim not in (3, 4) or 0 in images.shape[1:] or is_one or not numbers:
           raise ValueError(
             f'image is {images.dtype} {list(images.shape)}; it must be uint8, or floats in [0, 1], '
-            '[N, H, W] or [N, H, W, C]'
+            '[N, H, W] or [N, H, W, C], with N = 1 for a single image'
           )
         if channels_first(images.shape):
           raise ValueError(
