@@ -137,6 +137,7 @@ def test_names(run_main, tmp_path):
     "EVAL_SPLIT='shift'": 'has no effect: bind Ablation.choose_split and Ablation.report_split',
   }.items():
     assert words in run_main(ablate, 'heads', f'--gin.{setting}', code=2), setting
+  assert '--seeds has no effect' in run_main(ablate, 'flops_vit_l_32', '--seeds=0', code=2)
   assert "cells names the cell 'HET-L'" in run_main(ablate, 'heads', '--cell=HET-L', code=2)
   message = run_main(ablate, 'heads', '--output_dir=gs://b/x', code=2)
   assert '--output_dir=gs://b/x must be a local directory' in message

@@ -81,7 +81,9 @@ class Flops:
     check_settings('Flops', self.shared, self.cells)
 
   def run(self, request: Request) -> Iterator[reporting.Report]:
-    """Counts; trains nothing, so seeds do not matter."""
+    """Counts; trains nothing."""
+    if request.seeds is not None:
+      raise ValueError('--seeds has no effect on Flops, which trains nothing')
     check_labels('Flops.cells', request.cells or (), self.cells)
     rows, backbone, configs = [], None, {}
     chosen = {
