@@ -77,13 +77,20 @@ class Ablation:
 
   def __post_init__(self):
     check_settings('Ablation', self.shared, self.cells)
+    may_be_empty = {x: getattr(self, x) for x in ('metrics', 'choose_seeds')}
+    lists = may_be_empty | {'seeds': self.seeds}
+    for grid in (self.choose, *self.choose_for.values()):
+      lists |= {f'choose: {name}': values for name, values in grid.items()}
+    for name, values in lists.items():
+      if not isinstance(values, tuple | list) or not (values or name in may_be_empty):
+        raise ValueError(f'Ablation.{name}={values!r} must be one or more values in brackets')
     folders = [_folder_name(label) for label in self.cells]
     if unnamed := [x for x, name in zip(self.cells, folders, strict=True) if not name.strip('.')]:
       raise ValueError(f'Ablation.cells: the label {unnamed[0]!r} names no folder; use letters')
     if len(set(folders)) < len(folders):
       raise ValueError(f'Ablation.cells: the labels {", ".join(self.cells)} need names that differ')
     check_labels('Ablation', (self.first, *self.choose_for, *self.measured), self.cells)
-    if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+    if len(set(self.seeds)) < len(self.seeds):
       raise ValueError(f'Ablation.seeds={tuple(self.seeds)} must be different numbers')
     reported, analysis = self.report_split, self.analysis
     if isinstance(analysis, analyses.ExampleNLL) and analysis.split != reported:
