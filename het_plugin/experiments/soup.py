@@ -8,7 +8,7 @@ initialisations predict no better than chance.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,17 +26,20 @@ from het_plugin.training.state import TrainState
 
 PyTree = Any
 UNIFORM, GREEDY = 'uniform', 'greedy'
+SCORE = 'precision_at_1'  # chooses the members
 
 
-def greedy_soup(scores: Sequence[float], try_with: Callable[[list[int]], float]) -> list[int]:
+def greedy_soup(
+  alone: Sequence[Mapping[str, float]], try_with: Callable[[list[int]], float]
+) -> list[int]:
   """The members of a greedy soup, the best candidate first.
 
-  Candidates are tried from the best to the worst. One stays in if the average with it is at least
-  as good as the average without. `scores` has the score of each candidate alone, and larger is
-  better. `try_with` maps candidates to the score of their average.
+  Candidates are tried from the best to the worst by precision@1, equal ones by NLL. One stays in if
+  the precision@1 of the average with it is at least as high as without. `alone` has both values of
+  each candidate, and `try_with` maps candidates to the precision@1 of their average.
   """
-  order = sorted(range(len(scores)), key=lambda i: -scores[i])
-  members, best = order[:1], scores[order[0]]
+  order = sorted(range(len(alone)), key=lambda i: (-alone[i][SCORE], alone[i]['nll']))
+  members, best = order[:1], alone[order[0]][SCORE]
   for candidate in order[1:]:
     if (score := try_with([*members, candidate])) >= best:
       members, best = [*members, candidate], score
@@ -91,7 +94,7 @@ def soup(
       parts = averaged.stream(batches, ('log_prob',), batch_size)
       scored = [uncertainty.score_examples(**part.labelled, ks=(1,)) for part in parts]
     scores = uncertainty.concatenate(scored)
-    return {'nll': float(scores.nll.mean()), 'precision_at_1': float(scores.precision[1].mean())}
+    return {'nll': float(scores.nll.mean()), SCORE: float(scores.precision[1].mean())}
 
   target = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run.params
@@ -114,9 +117,8 @@ def soup(
     return jax.tree.map(lambda mean, x: mean + (x - mean) / len(members), mean, read(last))
 
   alone = [score_of(read(i)) for i in range(len(names))]
-  accuracy = [scores['precision_at_1'] for scores in alone]
-  best = max(range(len(names)), key=lambda i: (accuracy[i], -alone[i]['nll']))
-  members = greedy_soup(accuracy, lambda some: score_of(average(*some))['precision_at_1'])
+  members = greedy_soup(alone, lambda some: score_of(average(*some))[SCORE])
+  best = members[0]
   soups = {GREEDY: members, UNIFORM: list(range(len(names)))}
   rows = []
   for name, some in soups.items():
@@ -135,7 +137,7 @@ def soup(
     row_title='candidate',
     rows=[
       {'name': row['candidate'], 'members': row['num_members']}
-      | {title: f'{row[name]:.4f}' for title, name in (('NLL', 'nll'), ('P@1', 'precision_at_1'))}
+      | {title: f'{row[name]:.4f}' for title, name in (('NLL', 'nll'), ('P@1', SCORE))}
       for row in rows
     ],
     notes=[
