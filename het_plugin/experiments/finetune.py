@@ -32,7 +32,7 @@ from het_plugin.data import splits
 from het_plugin.evaluation import evaluate, represent, select
 from het_plugin.evaluation.candidates import candidate_names, number_to_keep
 from het_plugin.experiments import trainings
-from het_plugin.measures import knn
+from het_plugin.measures import knn, votes
 from het_plugin.measures.ranking import best_first
 from het_plugin.rows import Rows
 from het_plugin.runs.opening import Configuration, GinSettings
@@ -92,7 +92,7 @@ def finetune(
   proxy = {}
   for name, source, training in zip(names, checkpoint, candidates, strict=True):
     read = _represented(source, training, dataset, folder / 'representations' / name, batch_size)
-    proxy[name] = knn.knn_accuracy(read.features, read.label, ks=k, metric=metric)[k[0]]
+    proxy[name] = _accuracy(read, k, metric)
   order = best_first(list(proxy.values()))
   kept = [names[i] for i in order[:num_kept]]
   _log.info('kNN accuracy: %s; fine-tuning %s.', proxy, ', '.join(kept))
@@ -209,6 +209,12 @@ def _represented(
   found = represent.represent(source, described, dataset, str(folder), **settings)
   jax.clear_caches()  # the next model shares no program
   return rows_lib.read(found['files'][0]['file'])
+
+
+def _accuracy(read: Rows, k: Sequence[int], metric: str) -> float:
+  """The proxy; of several labels it takes the most frequent one, as the ensemble does."""
+  label = votes.majority(read.labels, read.label_weight)
+  return knn.knn_accuracy(read.features, label, ks=k, metric=metric)[k[0]]
 
 
 def _predictions(

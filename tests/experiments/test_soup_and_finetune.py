@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from het_plugin import runs, select, weights
+from het_plugin import rows, runs, select, weights
 from het_plugin.experiments import finetune, soup
 from het_plugin.training import checkpoint_reader
 
@@ -70,6 +70,13 @@ def test_the_splits_of_an_ensemble_are_those_of_the_task():
   finetune._check_splits('digits', split='train[90%:]', test_split='test')
   with pytest.raises(ValueError, match=r"--split=validation: .* choose from \['test', 'train'\]"):
     finetune._check_splits('digits', split='validation', test_split='test')
+
+
+def test_candidates_of_a_task_with_votes_are_ranked_by_the_most_frequent_label():
+  features = np.array([[0.0], [0.1], [5.0], [5.1]], np.float32)
+  labels = np.array([[0, 0, 1], [0, 1, 0], [1, 1, -1], [1, -1, -1]], np.int32)
+  read = rows.Rows({'features': features}, labels, np.arange(4))
+  assert finetune._accuracy(read, [1], 'euclidean') == 1.0
 
 
 @pytest.mark.parametrize('sources', ['/runs/a,runs/b', '../../runs/a,../b/c', 'runs/a/b,runs/a_b'])
