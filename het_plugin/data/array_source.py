@@ -120,9 +120,11 @@ def npz_source(path: str) -> ArraySource:
   """
   name = f'npz:{path}'
   with _reading(name, path, 'label') as arrays:
-    names = (
-      tuple(arrays['class_name'].astype(str).tolist()) if 'class_name' in arrays.files else None
-    )
+    names = arrays['class_name'].astype(str) if 'class_name' in arrays.files else None
+    if names is not None:
+      if names.ndim != 1:
+        raise ValueError(f'{name}: class_name is {names.shape}; it must be [K].')
+      names = tuple(names.tolist())
     num_images, common = _images_info(name, path)
     num_classes, labels, annotators = _labels(name, arrays, names, num_images)
     splits = _splits(name, arrays, num_images)
@@ -231,13 +233,14 @@ def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray, tupl
   labels_lib.check_range(f'{name}: ', labels, num_classes)
   if label_weight is not None:
     label_weight = label_weight.reshape(num_images, -1)
-  for field, array, shape in (
-    ('label_weight', label_weight, labels.shape),
-    ('weight', weight, (num_images,)),
-    ('annotator', annotator, labels.shape),
+  for field, array, shape, kinds, what in (
+    ('label_weight', label_weight, labels.shape, 'fiu', 'numbers'),
+    ('weight', weight, (num_images,), 'fiu', 'numbers'),
+    ('annotator', annotator, labels.shape, 'iuUS', 'integers or strings'),
   ):
-    if array is not None and array.shape != shape:
-      raise ValueError(f'{name}: {field} is {array.shape}; it must be {shape}.')
+    if array is not None and (array.shape != shape or array.dtype.kind not in kinds):
+      found = f'{array.dtype} {array.shape}'
+      raise ValueError(f'{name}: {field} is {found}; it must be {what} {shape}.')
   labels_lib.check_weights(name, label_weight, weight, labels >= 0)
   annotators = None
   if annotator is not None:

@@ -117,6 +117,21 @@ BAD_FILES = {
     'image': images(2),
     'label': np.array([[0.5, 0.5], [0.5, 0.4]]),
   },
+  r'annotator is float64 \(2, 1\); .*integers or strings \(2, 1\)': {
+    'image': images(2),
+    'label': np.zeros((2, 1), int),
+    'annotator': np.array([[7], [np.nan]]),
+  },
+  r'weight is <U1 \(2,\); .*numbers \(2,\)': {
+    'image': images(2),
+    'label': np.zeros(2, int),
+    'weight': np.array(['1', '2']),
+  },
+  r'class_name is \(2, 1\); .*\[K\]': {
+    'image': images(2),
+    'label': np.arange(2),
+    'class_name': [['a'], ['b']],
+  },
   r"\['label'\] .*\['image', 'x'\]": {'image': images(2), 'x': np.zeros(2)},
   r'label -1 of example 1 .* 0 .. 0': {
     'image': images(2),
