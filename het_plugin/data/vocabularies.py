@@ -39,6 +39,7 @@ class TokenizerFile(seqio.Vocabulary):
       raise ValueError(f'vocabulary is {path!r}; it is not a tokenizer file: {error}') from error
     self._tokenizer.no_padding()
     self._tokenizer.no_truncation()
+    self._largest = max(self._tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
     self._end = (self._tokenizer.encode('').ids or [None])[-1]
     self.path = path
 
@@ -52,7 +53,7 @@ class TokenizerFile(seqio.Vocabulary):
 
   @property
   def _base_vocab_size(self) -> int:
-    return self._tokenizer.get_vocab_size() + 2
+    return self._largest + 1 + 2
 
   def _encode(self, s: str) -> list[int]:
     ids = self._tokenizer.encode(s).ids

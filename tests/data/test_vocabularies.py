@@ -30,7 +30,7 @@ def test_sentencepiece_model(sentencepiece_model):
 
 def test_tokenizer_of_a_published_tower(tmp_path):
   tokenizers = pytest.importorskip('tokenizers')
-  words = {'<s>': 0, 'a': 1, 'bird': 2, '</s>': 3}
+  words = {'<s>': 0, 'a': 1, 'bird': 2, '</s>': 3, 'wren': 9}
   theirs = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token='a'))
   theirs.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
   theirs.post_processor = tokenizers.processors.TemplateProcessing(
@@ -41,6 +41,8 @@ def test_tokenizer_of_a_published_tower(tmp_path):
   np.testing.assert_array_equal(
     tokenize(path, ['a bird', 'bird'], 6), [[2, 3, 4, 1, 0, 0], [2, 4, 1, 0, 0, 0]]
   )
+  # Ids may have gaps.
+  assert get_vocabulary(path).vocab_size == 1 + tokenize(path, ['wren'], 6).max()
 
 
 def test_rows_end_with_end_of_sequence_however_long_the_text(length=4):
