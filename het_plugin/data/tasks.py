@@ -51,8 +51,7 @@ class ImageTask:
   def loaded_vocabulary(self) -> 'seqio.Vocabulary':
     from het_plugin.data import vocabularies
 
-    named = isinstance(self.vocabulary, str)
-    return vocabularies.get_vocabulary(self.vocabulary) if named else self.vocabulary
+    return vocabularies.get_vocabulary(self.vocabulary)
 
   def reader(
     self,
@@ -227,7 +226,13 @@ def names() -> tuple[str, ...]:
   return tuple(sorted(_TASKS))
 
 
-def get_task(name: Any, vocabulary: str | None = None) -> ImageTask:
+def own_vocabulary(name: Any) -> 'str | seqio.Vocabulary | None':
+  """`ImageTask.vocabulary` of the task with a name, whose data need not be here."""
+  task = name if isinstance(name, ImageTask) else _TASKS.get(name)
+  return _MAKERS[_prefix(name)[0]][-1] if task is None else task.vocabulary
+
+
+def get_task(name: Any, vocabulary: 'str | seqio.Vocabulary | None' = None) -> ImageTask:
   """The task with a name, or `name` itself if it is an ImageTask.
 
   `vocabulary` replaces the task's own vocabulary of captions, see get_vocabulary.

@@ -70,9 +70,8 @@ class TokenizerFile(seqio.Vocabulary):
     return tf.numpy_function(lambda row: self._decode(row.tolist()).encode(), [ids], tf.string)
 
 
-@locked_cache
-def get_vocabulary(name: str | None = None) -> seqio.Vocabulary:
-  """The vocabulary with a name; the same object for the same name.
+def get_vocabulary(name: str | seqio.Vocabulary | None = None) -> seqio.Vocabulary:
+  """The vocabulary with a name, the same object for the same name; or `name` itself if it is one.
 
   Names are 'bytes' (seqio.ByteVocabulary: the bytes of UTF-8 and 3 special ids, 259 in all; also
   None), and the paths of a SentencePiece model, which ends in .model, and of a tokenizer.json
@@ -82,6 +81,11 @@ def get_vocabulary(name: str | None = None) -> seqio.Vocabulary:
     ValueError: the name is unknown, the file does not exist, or the model's padding is not id 0 or
       its end-of-sequence not id 1.
   """
+  return name if isinstance(name, seqio.Vocabulary) else _named(name)
+
+
+@locked_cache
+def _named(name: str | None) -> seqio.Vocabulary:
   if name in (None, BYTES):
     return _OF_BYTES
   if not isinstance(name, str) or not name.endswith(('.model', TOKENIZER)):
@@ -125,7 +129,7 @@ def tokenize(
 
   Every row has the tokens of a text, then end-of-sequence (1), then padding (0). A text of L or
   more tokens is cut so that it still ends with 1. An empty text is a single 1. Texts are neither
-  lower-cased nor stripped. `vocabulary` is a name as in get_vocabulary, or a vocabulary.
+  lower-cased nor stripped. `vocabulary` is as in get_vocabulary.
 
   Raises:
     ValueError: the vocabulary does not exist, L is below 2, or texts is a single string.
@@ -134,6 +138,5 @@ def tokenize(
     raise ValueError(f'texts is {texts!r}; it must be a sequence of strings.')
   if length < 2:
     raise ValueError(f'length is {length}; it must be at least 2: a token and end-of-sequence.')
-  if vocabulary is None or isinstance(vocabulary, str):
-    vocabulary = get_vocabulary(vocabulary)
+  vocabulary = get_vocabulary(vocabulary)
   return token_rows([vocabulary.encode(text) for text in texts], length)

@@ -59,7 +59,7 @@ DEFAULT_DATASETS = (
 class Tokenizer:
   """Maps N texts to the token ids that a text tower takes, int32 [N, L], padded with 0."""
 
-  vocabulary: str  # see `data.get_vocabulary`
+  vocabulary: Any  # see `data.get_vocabulary`
   length: int  # L
 
   def __call__(self, texts: Sequence[str]) -> np.ndarray:
@@ -76,7 +76,9 @@ def run_tokenizer(dataset_cfg: DatasetConfig) -> Tokenizer:
       f'task_feature_lengths={dict(dataset_cfg.task_feature_lengths)} of the training data has no '
       "'text': zero-shot evaluation needs a model that is trained on captions"
     )
-  vocabulary = dataset_cfg.vocabulary or task_info(dataset_cfg.mixture_or_task_name).vocabulary
+  from het_plugin.data import tasks  # fonts and image files take time to import
+
+  vocabulary = dataset_cfg.vocabulary or tasks.own_vocabulary(dataset_cfg.mixture_or_task_name)
   return Tokenizer(vocabulary, length)
 
 

@@ -119,6 +119,10 @@ def test_an_image_text_task_of_ones_own(sentencepiece_model, own_tasks):
     np.testing.assert_array_equal(batch['text'][0], tokenize(own.vocabulary, [name], 80)[0])
   with pytest.raises(ValueError, match="'words'"):
     task_info('colour_names', 'words')
+  assert tasks.own_vocabulary('colour_names') == tasks.own_vocabulary(task) == sentencepiece_model
+  assert tasks.own_vocabulary('npz_captions:/nowhere/a.npz') == 'bytes'
+  read = as_bytes.loaded_vocabulary  # a vocabulary that has no name
+  assert tasks.get_task('colour_names', read).loaded_vocabulary is read
   with pytest.raises(ValueError, match='vocabulary .* None; .* 1'):
     tasks.add_image_text_task(
       'no_end', glyphs.GlyphNameSource('core'), vocabulary=seqio.PassThroughVocabulary(9)
