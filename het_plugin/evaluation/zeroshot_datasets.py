@@ -62,6 +62,12 @@ class Tokenizer:
   vocabulary: Any  # see `data.get_vocabulary`
   length: int  # L
 
+  @property
+  def vocab_size(self) -> int:
+    from het_plugin.data import get_vocabulary
+
+    return get_vocabulary(self.vocabulary).vocab_size
+
   def __call__(self, texts: Sequence[str]) -> np.ndarray:
     from het_plugin.data import tokenize  # imports TensorFlow, which takes seconds
 

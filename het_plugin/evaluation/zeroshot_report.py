@@ -105,11 +105,13 @@ def evaluate(
   # All checkpoints are found before the first one is evaluated.
   for source in sources:
     config = runs.configuration(source.checkpoint, *gin_settings, published=PUBLISHED_PAIRS)
+    model = config.argument('model')
     try:
-      check_model(config.argument('model'), num_samples)
+      check_model(model, num_samples)
+      tokenizer = run_tokenizer(config.argument('train_dataset_cfg'))
+      model.validate(tokenizer)  # reads its vocabulary
     except ValueError as error:
       raise ValueError(f'--checkpoint={source.checkpoint}: {error}') from error
-    tokenizer = run_tokenizer(config.argument('train_dataset_cfg'))
     chosen = choose_datasets(datasets, config.bindings('ZeroShotAction').get('datasets'), changes)
     check_changes(chosen, changes)
     opened.append((source, config, tokenizer, chosen))

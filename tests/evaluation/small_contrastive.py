@@ -61,6 +61,7 @@ class Letters:
 
   vocabulary: str = 'letters'
   length: int = 12
+  vocab_size: int = VOCAB_SIZE
 
   def __call__(self, texts):
     rows = np.zeros((len(texts), self.length), np.int32)
