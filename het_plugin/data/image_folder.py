@@ -228,11 +228,12 @@ def table_records(
   try:
     with file.open(encoding='utf-8-sig', newline='') as lines:
       table = csv.DictReader(lines, delimiter=delimiter, strict=True)
-      missing = [name for name in needed if name not in (table.fieldnames or ())]
+      names = table.fieldnames or []
+      missing = [name for name in needed if name not in names]
       if missing:
-        raise ValueError(
-          f'{file} lacks the columns {missing}; its first line names {table.fieldnames or []}.'
-        )
+        raise ValueError(f'{file} lacks the columns {missing}; its first line names {names}.')
+      if any(name and names.count(name) > 1 for name in names):
+        raise ValueError(f'{file} names a column twice: {names}; several texts need several lines.')
       for record in table:
         if None in record:
           raise ValueError(

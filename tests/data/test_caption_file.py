@@ -126,6 +126,7 @@ BAD_FILES = {
   "line 2: 'split' is 'y'; .*'x'": '{"file": "a", "caption": "b", "split": "x"}\n'
   '{"file": "a", "caption": "c", "split": "y"}',
   r"captions.csv .*\['caption'\]; .*\['file', 'text'\]": ('file,text\na,b\n'),
+  r"captions.csv .* twice: \['file', 'caption', 'caption'\]": 'file,caption,caption\na,b,c\n',
   "captions.csv, line 3 .*','": ('file,caption\na,b\nc,d, e\n'),
   'captions.csv, line 4 is not valid: .* quoted': 'file,caption\na,"b\nc,d\ne,"f"\n',  # not 2 texts
 }
