@@ -159,7 +159,7 @@ class ZeroShotEvaluator:
         right = zeroshot.label_mask(label, num_classes)
       else:  # several labels are votes or shares of them
         right = zeroshot.majority_mask(label, num_classes, batch.get('label_weight'))
-      return {'rank': zeroshot.best_ranks(scores, right)}
+      return {'rank': zeroshot.best_ranks(scores, right), 'labelled': (label >= 0).any(axis=1)}
 
     names = _class_names(dataset)
     templates = prompts.get_templates(dataset.templates)
@@ -172,6 +172,12 @@ class ZeroShotEvaluator:
     compute = run.per_example(('zeroshot.rank', num_samples, multi_label), rank, specs)
     given = {'params': run.params, 'classes': classes}
     rows = self._read(run, compute, given, dataset, on_rows)
+    missing = len(rows['labelled']) - int(rows['labelled'].sum())
+    if missing and not multi_label:  # the test split of ImageNet, for example
+      raise ValueError(
+        f'{missing} of the {len(rows["labelled"])} examples of {dataset.task} have no label in the '
+        f'split {dataset.split!r}: choose another split'
+      )
     found = zeroshot.hits(rows['rank'], (1, 5))
     return zeroshot.Accuracy(found[1], found[5], len(rows['rank']), len(names), alike)
 

@@ -95,16 +95,23 @@ def test_several_labels_and_none(fake_data):
   label = np.array([[3, -1], [0, 3], [-1, -1], [1, 2], [2, -1]], np.int32)
   image = rng.normal(size=(5, SIZE, SIZE, 1)).astype(np.float32)
   info = TaskInfo(4, True, 1, None, types.MappingProxyType({'test': 5}), max_labels=2)
-  fake_data(info, {'image': image, 'label': label, 'index': np.arange(5, dtype=np.int32)})
+  arrays = {'image': image, 'label': label, 'index': np.arange(5, dtype=np.int32)}
+  fake_data(info, arrays)
   evaluator, run = make(batch_size=8)
   params = run.params
   names = ('aa', 'bcd', 'ef', 'g')
-  found = evaluator(run, ZeroShotDataset('x', 'x', class_names=names, templates='none'))
+  dataset = ZeroShotDataset('x', 'x', class_names=names, templates='none')
+  found = evaluator(run, dataset)
   classes = small_contrastive.class_vectors(params, names, ('{}',), Letters())
   best = np.argmax(small_contrastive.image_vectors(params, image) @ classes.T, axis=1)
   assert found.top1 == pytest.approx(np.mean((label == best[:, None]).any(axis=1)))
   assert found.top5 == pytest.approx(0.8)  # the image without a label is wrong even so
   assert found.num_examples == 5
+  fake_data(dataclasses.replace(info, multi_label=False), arrays)
+  with pytest.raises(
+    ValueError, match="1 of the 5 examples of x have no label in the split 'test'"
+  ):
+    evaluator(run, dataset)
 
 
 @pytest.mark.slow
