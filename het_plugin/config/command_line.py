@@ -172,7 +172,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
       flag = flags.FLAGS[name]
       if flag.present and isinstance(flag.value, float) and not math.isfinite(flag.value):
         raise flags.Error(f'--{name}={flag.value} must be a finite number')  # beyond bounds of absl
-      if flag.present and name in _WRITTEN and os.path.isdir(flag.value):
+      if flag.present and name in _WRITTEN and os.path.isdir(str(flag.value)):
         raise flags.Error(f'--{name}={flag.value} is a folder: name a file, such as results.{name}')
     return rest
   except flags.Error as error:
