@@ -78,10 +78,11 @@ def test_rounds_follow_the_seed():
 def test_a_run_that_is_killed_ends_like_one_that_is_not(tmp_path):
   """One process with two devices and one kill; tests/test_train.py sends SIGTERM.
 
-  Of two samples, too few for a fit, which takes most of the time to compile.
+  Of two samples, too few for a fit, which takes most of the time to compile. Of 12 steps, not 24.
   """
   out = tmp_path / 'soak.json'
-  command = [sys.executable, '-m', 'launch.soak', '--rounds=1', '--sigterm_share=0']
+  code = 'import sys\nfrom launch import soak\nsoak.STEPS_PER_ROUND = 6\nsys.exit(soak.main())'
+  command = [sys.executable, '-c', code, '--rounds=1', '--sigterm_share=0']
   command += ['--processes=1', '--devices=2', f'--folder={tmp_path / "runs"}', f'--json={out}']
   command += ['--', *soak.DEFAULT_TRAINING]
   command += [f'--gin.{mode}/Integrator.num_samples=2' for mode in ('train', 'eval')]
