@@ -5,13 +5,14 @@ import pytest
 from flax import traverse_util
 
 import gin
-from het_plugin import estimators, runs, weights
+from het_plugin import estimators, heads, runs, weights
 from het_plugin.config import parsing, registry
 from het_plugin.experiments import finetune
 from het_plugin.hosts.t5x import conversion
 from het_plugin.runs import opening
 from het_plugin.runs.starting import train_from_gin
 from het_plugin.training import checkpoint_reader
+from tests.params import drawn
 
 NAME = 'PjitPartitioner.num_partitions'
 TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
@@ -133,8 +134,8 @@ def test_the_average_of_the_parameters_is_opened_unless_told_otherwise(digits_ru
     np.testing.assert_array_equal(exported[name], x)
   study = finetune._training(([], [], ['.']), tmp_path)
   assert 'RestoreCheckpointConfig.ema = True' in study.gin_bindings
-  x = np.random.default_rng(0).normal(size=(40, 16))
-  det = estimators.DetClassifier().fit(x, np.arange(40) % 10)
+  head = heads.Det(10)
+  det = estimators.from_head(head, drawn(head.init, np.zeros((1, 16), np.float32)))
   estimators.to_checkpoint(det, tmp_path / 'start.npz', tmp_path)
   norm = 'backbone/encoder_norm/scale'
   np.testing.assert_array_equal(weights.read_arrays(tmp_path / 'start.npz')[norm], average[norm])
