@@ -90,9 +90,10 @@ def test_several_labels_and_a_given_location():
   x, y = labels('noise')
   settings = {'heads': ['het_xl'], 'num_factors': 2, 'progress': False}
   shares = 0.9 * np.eye(K)[y] + 0.1 / K
-  assert noise_test(x, shares, **settings).nll > 0
+  far = {'tol': 0.1, **settings}  # from the optimum, which is not what these two are about
+  assert noise_test(x, shares, **far).nll > 0
   on = np.eye(K, dtype=int)[y]
-  assert noise_test(x, on, **settings).tested[0].gain.shape == (4000,)
+  assert noise_test(x, on, **far).tested[0].gain.shape == (4000,)
   # DET's own optimum, given, is refitted by little.
   from het_plugin.estimators import DetClassifier
 
