@@ -400,7 +400,10 @@ def test_float64_and_any_mix_of_dtypes(name, link, method, num_samples):
   ],
 )
 def test_an_export_takes_any_batch_size(name, link, method, num_samples):
-  """`jax.export` with a symbolic B, of what a served model computes."""
+  """`jax.export` with a symbolic B, of what a served model computes, and of the loss.
+
+  tests/test_serve.py has predictions by samples.
+  """
   head = HEADS[name].clone(link=link, temperature=LearnedTemperature())
   params = init(head)
   integrator = make_integrator(name, method, num_samples)
@@ -409,8 +412,10 @@ def test_an_export_takes_any_batch_size(name, link, method, num_samples):
   def predict(params, phi, labels):
     logits = head.apply({'params': params}, phi)
     keys = example_keys(jax.random.key(2), jnp.arange(phi.shape[0]))
-    log_prob, entropy = integrator.log_prob(logits, keys), integrator.expected_entropy(logits, keys)
-    return log_prob, entropy, integrator.nll(logits, labels, keys[:1])
+    nll = integrator.nll(logits, labels, keys[:1])
+    if method == 'sample':
+      return (nll,)
+    return integrator.log_prob(logits, keys), integrator.expected_entropy(logits, keys), nll
 
   shapes = export.symbolic_args_specs((PHI, INDEX), ('b, ...', 'b'))
   program = export.export(predict)(params, *shapes)
