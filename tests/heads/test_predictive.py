@@ -63,9 +63,7 @@ def test_log_odds_and_derivatives_against_quadrature():
   np.testing.assert_allclose(by_std, on[:, 2] - off[:, 2], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-  'head', [Det, HetXL, *(pytest.param(head, marks=pytest.mark.slow) for head in (Het, HetH))]
-)
+@pytest.mark.parametrize('head', [Det, HetXL, pytest.param(HetH, marks=pytest.mark.slow)])
 def test_the_sigmoid_cross_entropy_of_a_host_is_our_loss(head):
   layer, params = layer_of(head, 'sigmoid')
   target = jax.nn.one_hot(LABELS, K)
@@ -83,7 +81,7 @@ def test_the_sigmoid_cross_entropy_of_a_host_is_our_loss(head):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('head', HEADS)
+@pytest.mark.parametrize('head', [Det, HetXL])
 def test_the_softmax_cross_entropy_of_a_host_is_our_loss(head):
   """Of soft labels, with the host's own rng."""
   layer, params = layer_of(head, integrator=Integrator(num_samples=16, tilt=False))
@@ -182,8 +180,8 @@ def test_what_a_host_can_log():
   (gaussian,), (entropy,) = (
     state['intermediates'][name] for name in ('gaussian_logits', 'expected_entropy')
   )
-  np.testing.assert_array_equal(gaussian.factors().shape, (B, 3, 128))
-  total = -(jnp.exp(logits) * logits).sum(-1)
+  assert jax.eval_shape(lambda: gaussian.factors()).shape == (B, 3, 128)
+  total = -(np.exp(logits) * logits).sum(-1)
   assert ((entropy > 0) & (entropy < total)).all()
   variables = jax.eval_shape(layer.init, jax.random.key(1), PHI)
   assert set(variables) == {'params', 'params_axes'}
@@ -233,7 +231,7 @@ def test_a_host_with_batch_norm_and_dropout_learns():
 @pytest.mark.slow
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 def test_export_with_a_symbolic_batch(link):
-  layer, params = layer_of(HetXL, link)
+  layer, params = layer_of(HetXL, link, integrator=Integrator(num_samples=2))
   (batch,) = export.symbolic_shape('b')
   phi = jax.ShapeDtypeStruct((batch, D), jnp.float32)
   apply = jax.jit(lambda phi: layer.apply({'params': params}, phi))
