@@ -1,4 +1,5 @@
 import os
+import shutil
 
 import jax
 import numpy as np
@@ -43,13 +44,14 @@ def hits():
 def test_a_restart_reads_what_the_run_compiled_and_ends_where_it_would_have(tmp_path, hits):
   settings = {'train_eval_dataset_cfg': None, 'checkpoint_cfg': SAVE}
   settings['trainer_cls'] = step_lib.Trainer
-  _, whole = toy_run.run(tmp_path / 'whole', total_steps=2, **settings)
-  _, _ = toy_run.run(tmp_path / 'parts', total_steps=1, **settings)
+  _, whole = toy_run.run(tmp_path, total_steps=2, **settings)
+  shutil.rmtree(tmp_path / 'checkpoint_2')  # as if it had been interrupted after its first step
+  assert (tmp_path / 'checkpoint_1').exists()
   before = hits()
-  assert any((tmp_path / 'parts' / compilation_cache.FOLDER).iterdir())
+  assert any((tmp_path / compilation_cache.FOLDER).iterdir())
   assert jax.config.jax_compilation_cache_dir is None
-  _, resumed = toy_run.run(tmp_path / 'parts', total_steps=2, **settings)
-  assert hits() > before
+  step, resumed = toy_run.run(tmp_path, total_steps=2, **settings)
+  assert step == 2 and hits() > before
   jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
 
 

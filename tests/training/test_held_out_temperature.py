@@ -81,20 +81,32 @@ def toy_model():
   return toy.ToyModel(Module(), held_out_temperature.temperature_optimizer(base, 0.01))
 
 
-def trained(num_partitions, estimator, steps=3, held_out_real=True, **settings):
-  """State and metrics after some steps."""
+@functools.cache
+def initial(num_partitions):
+  """(partitioner, PartitionSpecs, initial state on the host) of a mesh."""
   partitioner = partitioning.PjitPartitioner(num_partitions=num_partitions)
-  model = toy_model()
-  axes, state = toy.initial_state(model, partitioner, jax.random.key(1))
+  axes, state = toy.initial_state(toy_model(), partitioner, jax.random.key(1))
+  return partitioner, axes, jax.device_get(state)
+
+
+@functools.cache
+def make_trainer(num_partitions, estimator, **settings):
+  """A trainer, whose program all trainings with it share."""
+  partitioner, axes, _ = initial(num_partitions)
+  settings = {'held_out_every': 4} | settings
+  rng = jax.random.key(2)
   trainer = HeldOutTemperatureTrainer(
-    model,
-    partitioner,
-    axes,
-    jax.random.key(2),
-    estimator=estimator,
-    **{'held_out_every': 4} | settings,
+    toy_model(), partitioner, axes, rng, estimator=estimator, **settings
   )
   trainer.check_batch_size(BATCH)
+  return trainer
+
+
+def trained(num_partitions, estimator, steps=3, held_out_real=True, **settings):
+  """State and metrics after some steps."""
+  partitioner, axes, state = initial(num_partitions)
+  state = jax.device_put(state, partitioner.shardings(axes))
+  trainer = make_trainer(num_partitions, estimator, **settings)
   for step in range(steps):
     index = step * BATCH + np.arange(BATCH)
     batch = toy.make_batch(index, np.ones(BATCH, bool))

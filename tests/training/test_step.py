@@ -14,15 +14,22 @@ STEPS = 8
 
 
 @functools.cache
-def train(num_partitions, num_microbatches=None, dims=1, real_rows=BATCH, factor=None):
-  """Final parameters (numpy), final state, metrics of the last step, after STEPS steps."""
+def initial(num_partitions, dims):
+  """(partitioner, PartitionSpecs, initial state on the host, its shardings) of a mesh."""
   partitioner = partitioning.PjitPartitioner(
     num_partitions=num_partitions,
     logical_axis_rules=partitioning.standard_logical_axis_rules(parameter_partitioning_dims=dims),
   )
-  model = toy.ToyModel(loss_normalizing_factor=factor)
+  axes, state = toy.initial_state(toy.ToyModel(), partitioner, jax.random.key(1))
+  return partitioner, axes, jax.device_get(state), partitioner.shardings(axes)
 
-  axes, state = toy.initial_state(model, partitioner, jax.random.key(1))
+
+@functools.cache
+def train(num_partitions, num_microbatches=None, dims=1, real_rows=BATCH, factor=None):
+  """Final parameters (numpy), final state, metrics of the last step, after STEPS steps."""
+  partitioner, axes, state, shardings = initial(num_partitions, dims)
+  state = jax.device_put(state, shardings)
+  model = toy.ToyModel(loss_normalizing_factor=factor)
   steps = step_lib.Trainer(model, partitioner, axes, jax.random.key(2), num_microbatches)
   steps.check_batch_size(BATCH)
   for step in range(STEPS):
