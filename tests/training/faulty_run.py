@@ -1,4 +1,6 @@
-"""A process of a run with two. The second cannot read what the first can, and cannot write."""
+"""A process of a run with two, which first run a program for which the second is late. The second
+cannot read what the first can, and cannot write.
+"""
 
 import errno
 import os
@@ -9,7 +11,7 @@ import jax
 
 from het_plugin.config import distributed
 from het_plugin.training import checkpoints
-from tests.training import toy_run
+from tests.training import late_run, toy_run
 
 
 class FullDisk:
@@ -47,6 +49,7 @@ def main(model_dir: str, address: str, process: str) -> None:
   jax.distributed.initialize(
     address, num_processes=2, process_id=int(process), heartbeat_timeout_seconds=10
   )
+  late_run.main(Path(model_dir))
   if process == '1':
     fill_disk(setattr)
     lose(setattr, 'checkpoint_8')

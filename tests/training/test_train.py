@@ -1,5 +1,6 @@
 import errno
 import functools
+import json
 import logging
 import os
 import re
@@ -281,11 +282,27 @@ def test_a_crash_goes_back_to_the_last_intact_checkpoint_without_repeating_lines
   assert error['step'] == 9 and 'RuntimeError: crash' in error['exception']
 
 
+@pytest.fixture(scope='module')
+def two_processes(tmp_path_factory):
+  """(directory, exit codes, last lines) of two processes that go on with a run of 8 steps."""
+  directory = tmp_path_factory.mktemp('two_processes')
+  toy_run.run(directory, total_steps=8)
+  return directory, *run_two('tests.training.faulty_run', directory)
+
+
 @pytest.mark.slow
-def test_one_process_that_cannot_read_or_write_stops_no_other(tmp_path, uninterrupted):
+def test_processes_wait_for_one_that_compiles_longer(two_processes):
+  """Process 0 runs a program for both only when process 1 has compiled it, too."""
+  directory, *_ = two_processes
+  first, second = (json.loads((directory / f'late_{i}.json').read_text()) for i in range(2))
+  assert first['mean'] == second['mean'] == 3.5
+  assert first['run'] >= second['compiled']
+
+
+@pytest.mark.slow
+def test_one_process_that_cannot_read_or_write_stops_no_other(two_processes, uninterrupted):
   """Process 1 cannot read checkpoint 8, so both pass over it; nor save it again: both end."""
-  toy_run.run(tmp_path, total_steps=8)
-  codes, last_lines = run_two('tests.training.faulty_run', tmp_path)
+  directory, codes, last_lines = two_processes
   # One may be in a step that the other does not begin; it ends when it has lost the other.
   assert 1 in codes and set(codes) <= {1, exit_codes.LOST, -signal.SIGABRT}
   reasons = (
@@ -295,11 +312,11 @@ def test_one_process_that_cannot_read_or_write_stops_no_other(tmp_path, uninterr
   for code, line, reason in zip(codes, last_lines, reasons, strict=True):
     sentence = (
       f'Error: the checkpoint of step 8 cannot be written ({reason}); the newest complete one is '
-      f'{tmp_path}/checkpoint_4, from which the same command resumes.'
+      f'{directory}/checkpoint_4, from which the same command resumes.'
     )
     assert code != 1 or line == sentence
-  assert (tmp_path / 'unreadable_checkpoint_8').exists()
-  _, state = toy_run.run(tmp_path)
+  assert (directory / 'unreadable_checkpoint_8').exists()
+  _, state = toy_run.run(directory)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state.params, uninterrupted[1].params
   )
@@ -332,13 +349,6 @@ def test_a_full_disk_ends_the_run_soon_and_it_goes_on(tmp_path, uninterrupted, m
   _, state = toy_run.run(tmp_path)
   assert_equal(state.params, uninterrupted[1].params)
   assert series(tmp_path, 'train/loss') == series(uninterrupted[0], 'train/loss')
-
-
-@pytest.mark.slow
-def test_processes_wait_for_one_that_compiles_longer():
-  codes, last_lines = run_two('tests.training.late_run')
-  assert codes == [0, 0], last_lines
-  assert last_lines == ["{0: 'mean 3.5', 1: 'mean 3.5'}"] * 2
 
 
 @pytest.mark.slow
