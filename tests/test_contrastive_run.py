@@ -1,9 +1,10 @@
-"""LiT as gin files describe it: a classifier's image tower, locked, and a text tower trained to it;
-zero-shot evaluation while it trains and of its checkpoint.
+"""LiT as gin files describe it: a classifier's image tower, locked, and a text tower trained to it,
+with late noise; zero-shot evaluation while it trains and of its checkpoint.
 """
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from flax import traverse_util
@@ -12,6 +13,7 @@ import gin
 from het_plugin import export, weights, zeroshot
 from het_plugin.config import parsing
 from het_plugin.runs import open_run, starting
+from het_plugin.training import checkpoint_reader, partitioning
 
 pytestmark = pytest.mark.slow  # of the fixture `runs`
 
@@ -19,7 +21,7 @@ TOWER = ('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads =
 NO_EVALUATION = 'train.train_eval_dataset_cfg = None'
 DET = (*TOWER, 'TRAIN_STEPS = 1', 'BATCH_SIZE = 16', 'WARMUP_STEPS = 0', NO_EVALUATION)
 TINY = (
-  *(*TOWER, 'BATCH_SIZE = 16', 'EVAL_STEPS = 1', 'EVAL_PERIOD = 2', 'SAVE_PERIOD = 2'),
+  *(*TOWER, 'BATCH_SIZE = 16', 'EVAL_STEPS = 1', 'EVAL_PERIOD = 2', 'SAVE_PERIOD = 1'),
   *(f'text_transformer.{x}' for x in ('width = 16', 'depth = 1', 'mlp_dim = 16', 'num_heads = 2')),
   *("TASK_FEATURE_LENGTHS = {'image': 28, 'text': 8}", 'STATS_PERIOD = 1', 'WARMUP_STEPS = 0'),
   "warmup_schedule.decay = 'constant'",
@@ -28,25 +30,32 @@ TINY = (
   *('LOCKED = True', "adamw.frozen_params = '^backbone/'"),
   'CheckpointConfig.restore = @RestoreCheckpointConfig()',
   'RestoreCheckpointConfig.fallback_to_scratch = True',
+  'LogitScale.initial_scale = 10.0',  # of HET-XL, and where DET is compared with it
 )
 
 
-def train(model_dir, files, *bindings):
+def train(model_dir, files, *bindings, **settings):
   files = [f'het_plugin/gin/{name}.gin' for name in files]
   parsing.parse_config(files, [f"MODEL_DIR = '{model_dir}'", *bindings])
-  starting.train_from_gin()
+  starting.train_from_gin(**settings)
   gin.clear_config()
 
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
-  """(a classifier, LiT of two steps that was started again for a third one)."""
+  """(a classifier, LiT of three steps that was started again for a fourth one).
+
+  LiT has its noise from step 3 on, and a checkpoint of every step.
+  """
   folder = tmp_path_factory.mktemp('runs')
-  train(folder / 'det', ['runs/glyphs', 'heads/det'], *DET, 'ACTIONS = None')
+  one = partitioning.PjitPartitioner(devices=jax.devices()[:1])
+  files = ['runs/glyphs', 'heads/det']
+  train(folder / 'det', files, *DET, 'ACTIONS = None', partitioner=one)
   path = f"RestoreCheckpointConfig.path = '{folder / 'det'}'"
-  for steps in (2, 3):
-    lit = *TINY, path, f'TRAIN_STEPS = {steps}'
-    train(folder / 'lit', ['runs/lit_glyphs_het_xl'], *lit)
+  lit = *TINY, path, 'NOISE_START = 2', 'SaveCheckpointConfig.keep = 4', 'TRAIN_STEPS = 4'
+  for steps in (3, 4):
+    files = ['runs/lit_glyphs_het_xl', 'heads/late_noise']
+    train(folder / 'lit', files, *lit, total_steps=steps)
   return folder / 'det', folder / 'lit'
 
 
@@ -62,15 +71,10 @@ def test_the_locked_tower_is_the_classifiers(runs):
 
 def test_late_noise_is_that_of_det_until_it_starts(runs, tmp_path):
   path = f"RestoreCheckpointConfig.path = '{runs[0]}'"
-  shared = *TINY, path, 'ACTIONS = None', NO_EVALUATION, 'LogitScale.initial_scale = 10.0'
-  train(tmp_path / 'det', ['runs/lit_glyphs_det'], *shared, 'TRAIN_STEPS = 2')
-  late = *shared, 'NOISE_START = 2', 'TRAIN_STEPS = 3', 'SAVE_PERIOD = 1'
-  files = ['runs/lit_glyphs_het_xl', 'heads/late_noise']
-  train(tmp_path / 'late', files, *late, 'SaveCheckpointConfig.keep = 3')
-  det, first, second, third = (
-    traverse_util.flatten_dict(open_run(tmp_path / folder).params, sep='/')
-    for folder in ('det', *(f'late/checkpoint_{step}' for step in (1, 2, 3)))
-  )
+  det = *TINY, path, 'ACTIONS = None', NO_EVALUATION, 'TRAIN_STEPS = 2'
+  train(tmp_path, ['runs/lit_glyphs_det'], *det)
+  folders = tmp_path, *(runs[1] / f'checkpoint_{step}' for step in (1, 2, 3))
+  det, first, second, third = map(checkpoint_reader.read_params, folders)
   for name, x in det.items():
     np.testing.assert_array_equal(x, second[name], err_msg=name)
   noise = second.keys() - det.keys()
@@ -82,13 +86,13 @@ def test_late_noise_is_that_of_det_until_it_starts(runs, tmp_path):
 
 def test_it_is_evaluated_while_it_trains_and_goes_on(runs):
   rows = [json.loads(line) for line in (runs[1] / 'metrics.jsonl').read_text().splitlines()]
-  assert [row['step'] for row in rows if 'train/loss' in row] == [1, 2, 3]
+  assert [row['step'] for row in rows if 'train/loss' in row] == [1, 2, 3, 4]
   top1 = {
     row['step']: row['zeroshot/glyphs_heldout/top1']
     for row in rows
     if 'zeroshot/glyphs_heldout/top1' in row
   }
-  assert list(top1) == [2, 3] and all(0 <= x <= 1 for x in top1.values())
+  assert list(top1) == [2, 3, 4] and all(0 <= x <= 1 for x in top1.values())
   assert any('zeroshot/glyph_names/image_to_text/recall10' in row for row in rows)
   assert any('train/precision_at_1/text_to_image' in row for row in rows)
 
@@ -100,7 +104,7 @@ def test_zero_shot_of_the_checkpoint(runs, run_main, tmp_path):
   rows = {row['dataset']: row for row in json.loads(out.read_text())['rows']}
   records = [json.loads(line) for line in (runs[1] / 'zeroshot.jsonl').read_text().splitlines()]
   for record in records:
-    if record['step'] == 3:
+    if record['step'] == 4:
       row = rows[record['dataset']]
       assert all(row[key] == record[key] for key in ('top1', 'top5', 'recall_at') if key in record)
   assert rows['glyph_names']['recall_at']['image_to_text'].keys() == {'1', '5', '10'}
