@@ -465,4 +465,4 @@ def _distinct(labels: np.ndarray) -> np.ndarray:
 
 def _trimmed(labels: np.ndarray) -> np.ndarray:
   """Labels without the padding columns that no example needs."""
-  return labels[:, : max(1, int(np.max((labels >= 0).sum(axis=1), initial=1)))]
+  return labels[:, : 1 + np.flatnonzero((labels >= 0).any(axis=0)).max(initial=0)]

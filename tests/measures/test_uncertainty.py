@@ -209,6 +209,10 @@ def test_paired_differences():
   assert uncertainty.difference(equal, score(make(labels=votes_of)))['nll'] == 0
   with pytest.raises(ValueError, match='label_weight of example .* differs'):
     uncertainty.difference(unequal, equal)
+  # A column per person: who has not voted leaves a gap before the labels of others.
+  gaps = [score(make(labels=np.tile([[0, -1, k]], (N, 1)))) for k in (1, 2)]
+  with pytest.raises(ValueError, match='ids and labels'):
+    uncertainty.difference(*gaps)
 
 
 def test_k_labels_and_ids_that_do_not_fit():
