@@ -124,6 +124,11 @@ def make_report(evaluations: Sequence[Evaluation]) -> reporting.Report:
     f'{"; ".join(meanings)}.',
     '± is a standard error over the examples; differences to the first row are paired by example.',
   ]
+  if len({e.scores.shares is None for e in evaluations}) > 1:
+    notes.append(
+      'Rows with a ranking AP are of a sigmoid: their NLL and Brier score are sums over classes, '
+      'which cannot be compared with those of a softmax.'
+    )
   if any('disagreement_correlation' in row.get('agreement', {}) for row in rows):
     notes.append(
       'Examples have the labels of several people: NLL, precision and calibration are means over a '

@@ -241,8 +241,9 @@ def difference(scores: ExampleScores, first: ExampleScores) -> dict[str, Any]:
   """The difference of `scores` to `first` on the same examples, with the paired standard error.
 
   Returns:
-    Differences of the means of 'nll', 'brier' and 'precision_at_1' (if both have it), and under
-    'stderr' the standard deviation of the differences per example (n - 1) over sqrt N.
+    Differences of the means of 'nll', 'brier' (of one link: a sigmoid's are sums over the classes)
+    and 'precision_at_1' (if both have it), and under 'stderr' the standard deviation of the
+    differences per example (n - 1) over sqrt N.
   """
   a, b = (_map(lambda x, s=s: x[np.argsort(s.index)], s) for s in (scores, first))
   same_labels = np.array_equal(_trimmed(a.labels), _trimmed(b.labels))
@@ -259,7 +260,8 @@ def difference(scores: ExampleScores, first: ExampleScores) -> dict[str, Any]:
         'shares of the labels of the first row'
       )
   with np.errstate(invalid='ignore'):  # inf - inf is NaN, which reports show as missing
-    differences = {'nll': a.nll - b.nll, 'brier': a.brier - b.brier}
+    of_one_link = (a.shares is None) == (b.shares is None)
+    differences = {'nll': a.nll - b.nll, 'brier': a.brier - b.brier} if of_one_link else {}
     if 1 in a.precision and 1 in b.precision:
       differences['precision_at_1'] = a.precision[1] - b.precision[1]
     result = {name: float(values.mean()) for name, values in differences.items()}

@@ -209,6 +209,8 @@ def test_paired_differences():
   assert uncertainty.difference(equal, score(make(labels=votes_of)))['nll'] == 0
   with pytest.raises(ValueError, match='label_weight of example .* differs'):
     uncertainty.difference(unequal, equal)
+  one = predicted(special.log_expit(first.log_prob), first.labels, first.index, 'sigmoid')
+  assert uncertainty.difference(score(one), a).keys() == {'precision_at_1', 'stderr'}
   # A column per person: who has not voted leaves a gap before the labels of others.
   gaps = [score(make(labels=np.tile([[0, -1, k]], (N, 1)))) for k in (1, 2)]
   with pytest.raises(ValueError, match='ids and labels'):
