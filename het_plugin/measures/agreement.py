@@ -99,13 +99,17 @@ def summarize(scores: AgreementScores, ood_log_prob: np.ndarray | None = None) -
     'correctness_auroc' (that a right answer is more confident than a wrong one),
     'selective_accuracy' at coverage 0.8, 'classwise_ece', and 'ood_auroc' (that an example is more
     confident than one of another distribution). Right is the class with the most votes. An AUROC is
-    NaN if there is nothing to tell apart, as where every answer is right.
+    NaN if there is nothing to tell apart, as where every answer is right, and the correlation where
+    people agree on every example.
   """
   top, right = scores.confidence, scores.right
   found = {'soft_label_nll': float(scores.soft_label_nll.mean())}
   if scores.entropy_of_people is not None:
-    correlation = stats.spearmanr(scores.entropy, scores.entropy_of_people).statistic
-    found['disagreement_correlation'] = float(correlation)
+    both = scores.entropy, scores.entropy_of_people
+    varies = all(np.ptp(x) > 0 for x in both)  # else scipy warns
+    found['disagreement_correlation'] = (
+      float(stats.spearmanr(*both).statistic) if varies else np.nan
+    )
   found['correctness_auroc'] = uncertainty.auroc(top[right], top[~right])
   risk = uncertainty.risk_coverage(top, right)
   found['selective_accuracy'] = float(1.0 - risk[int(np.ceil(COVERAGE * len(risk))) - 1])

@@ -1,6 +1,7 @@
 """Metrics on people's labels, against implementations of their own."""
 
 import tracemalloc
+import warnings
 
 import numpy as np
 import pytest
@@ -67,6 +68,10 @@ def test_the_summary_of_predictions(data, monkeypatch):
   assert one['soft_label_nll'] == pytest.approx(nll)
   right = summarize(log_p, log_p.argmax(axis=1)[:, None])
   assert np.isnan(right['correctness_auroc'])  # there is no wrong answer
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    agreed = summarize(log_p, np.stack([label, label], axis=1))
+  assert np.isnan(agreed['disagreement_correlation'])
 
 
 def test_the_bins_of_many_parts_take_the_memory_of_one():
