@@ -319,7 +319,7 @@ def _parse(
   if link not in votes.LINKS:
     raise ValueError(f'link is {link!r}; it must be one of {", ".join(votes.LINKS)}')
   columns = {}
-  if column == 'log_prob' or any(name in arrays for name in VALUE_NAMES):
+  if column == 'log_prob' or 'log_prob' in arrays:  # beside features others may be anything
     columns |= _predictions(arrays, link)
   if column == 'features' or any(name in arrays for name in FEATURE_NAMES[:1]):
     features = find_features(arrays)
@@ -400,8 +400,9 @@ def _beside(
     return None
   x = arrays[name]
   if x.shape != shape or x.dtype.kind not in kinds:
+    type_ = 'floating point' if kinds == 'f' else 'integers'
     raise ValueError(
-      f'{name} is {x.dtype} {list(x.shape)}; it must have the shape of the labels, {list(shape)}'
+      f'{name} is {x.dtype} {list(x.shape)}; it must be {type_} {list(shape)}, as the labels are'
     )
   return x.astype(np.float32 if kinds == 'f' else np.int32)
 

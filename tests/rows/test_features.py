@@ -101,6 +101,10 @@ def test_npy_with_labels_and_splits_in_one_file(tmp_path):
       dict(features=np.ones((3, 2)), label=np.eye(3, dtype=int)),
       r'labels are \[3, 3\] of 0 and 1, which mark classes',
     ),
+    (
+      dict(features=np.ones((1, 1)), label=np.zeros(1, int), label_weight=np.ones(1, int)),
+      r'label_weight is int64 \[1\]; it must be floating point \[1, 1\]',
+    ),
   ],
 )
 def test_wrong_arrays_are_one_sentence_with_the_file(tmp_path, arrays, message):

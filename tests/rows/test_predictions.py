@@ -80,6 +80,9 @@ def test_features_and_predictions_in_one_file(tmp_path):
   rows.write(tmp_path / 'q.npz', SOFTMAX)
   with pytest.raises(ValueError, match='q.npz.*features'):
     rows.read(str(tmp_path / 'q.npz'))
+  others = {'logits': np.ones((4, 2)), 'prob': np.ones((4, 3))}  # of another model, say
+  np.savez(tmp_path / 'r.npz', features=np.eye(4, 2), label=np.arange(4), **others)
+  assert set(rows.read(str(tmp_path / 'r.npz')).columns) == {'features'}
 
 
 def test_one_label_is_a_column_of_the_file(tmp_path):
