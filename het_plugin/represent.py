@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     if F.arrays is None and not (F.checkpoint and F.dataset):
       raise ValueError('--checkpoint and --dataset are needed, or --arrays')
-    given = [name for name in ('checkpoint', 'dataset', *_OF_A_MODEL) if F[name].present]
+    of_runs = 'checkpoint', 'dataset', 'gin_file', 'gin_bindings', *_OF_A_MODEL
+    given = [name for name in of_runs if F[name].present]
     if F.arrays and given:
       raise ValueError(f'--{given[0]} cannot go with --arrays={F.arrays}, which are features')
     distributed.initialize()

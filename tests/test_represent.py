@@ -207,6 +207,11 @@ def test_arrays_made_elsewhere(call, tmp_path):
     f'--arrays={tmp_path}/f.npz', f'--output_dir={tmp_path}/o', '--dtype=float16', code=2
   )
   assert 'not finite in float16' in error
+  split = np.array(['a b', 'a_b'] * 3)
+  np.savez(tmp_path / 'f.npz', embeddings=features, targets=labels, split=split)
+  common = f'--arrays={tmp_path}/f.npz', f'--output_dir={tmp_path}/o', '--overwrite'
+  assert 'two of the splits a b, a_b give the same file name' in call(*common, code=2)
+  assert '--gin_bindings cannot go with --arrays' in call(*common, '--gin.IMAGE_SIZE=8', code=2)
 
 
 @pytest.mark.parametrize(

@@ -165,9 +165,13 @@ def choose_splits(task: str, info: data.TaskInfo, given: str | None) -> list[str
     raise ValueError(
       f'--splits is needed: {task} has no finite split; choose from {", ".join(info.splits)}'
     )
-  if len({unfinished.safe_name(name) for name in names}) != len(names):
-    raise ValueError(f'--splits={given}: two of these names give the same file name')
+  _check_file_names(names, f'--splits={given}')
   return names
+
+
+def _check_file_names(splits: Sequence[str], given: str) -> None:
+  if len({unfinished.safe_name(name) for name in splits}) != len(splits):
+    raise ValueError(f'{given}: two of the splits {", ".join(splits)} give the same file name')
 
 
 def _check_fit(run, layers, pool, dtype, spec: Mapping[str, jax.ShapeDtypeStruct]) -> None:
@@ -200,6 +204,7 @@ def convert(
   _check_output(output_dir)
   path, split = files.partition_source(source)
   names = (split,) if split else files.split_names(path)
+  _check_file_names(names, f'--arrays={source}')
   wanted = {name: f'{path}:{name}' for name in names} or {_ARRAYS_SPLIT: source}
   paths = path.split(',') if path.endswith('.npy') else [path]
   folder = Path(output_dir) / unfinished.safe_name(Path(paths[0]).stem)
