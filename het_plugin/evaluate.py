@@ -20,7 +20,7 @@ from pathlib import Path
 
 from absl import flags
 
-from het_plugin import reporting
+from het_plugin import reporting, weights
 from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.estimators import noise_test
 from het_plugin.evaluation import evaluate, uncertainty_report
@@ -100,6 +100,9 @@ def main(argv: Sequence[str]) -> None:
       covariance_index=tuple(dict.fromkeys(index)),
       save_to=Path(F.output_dir) / 'predictions' if F.save_predictions else None,
     )
+    if all(map(weights.is_weights_file, F.checkpoint)):
+      of_runs = 'gin_file', 'gin_bindings', 'batch_size', 'covariance_images', 'homoglyph_examples'
+      command_line.check_unused(of_runs, 'files of predictions')
     distributed.initialize()
     if F.noise_test:
       report = noise_tests(settings)

@@ -218,6 +218,7 @@ def test_settings_that_are_wrong(run_main):
     ): '--save_predictions would write those of a/b and a_b to one file',
     ('--checkpoint=x', '--covariance_index=1,-2'): '--covariance_index=1,-2 ',
     ('--predictions=x.npz', '--split=test'): '--split needs a --checkpoint: it has no effect on',
+    ('--checkpoint=x.npz', '--gin.a=1'): '--gin_bindings has no effect on files of predictions',
     ('--checkpoint=x.npz', '--covariance_index=1'): '--covariance_index needs a --checkpoint',
     ('--predictions=x', '--save_predictions', '--output_dir=y'): '--save_predictions needs a --ch',
   }
