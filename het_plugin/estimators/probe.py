@@ -495,11 +495,14 @@ def _over_folds(values, fold) -> float | None:
 def _shown(row):
   names = ('nll', 'precision_at_1', 'ece', 'brier', 'auroc_errors', 'seconds')
   shown = {name: row[name] for name in names if name in row}
-  chosen = row['chosen'][0]
-  shown |= {'C': f'{chosen["C"]:g}'}
-  if chosen.get('C_noise') is not None:
-    shown['C_noise'] = f'{chosen["C_noise"]:g}'
-  shown |= {'chosen tau': str(chosen['tau']), 'price': f'{row["price"]:.3g}'}
+
+  def chosen(name, spec):  # by the folds
+    return ', '.join(dict.fromkeys(format(point[name], spec) for point in row['chosen']))
+
+  shown |= {'C': chosen('C', 'g')}
+  if 'C_noise' in row['chosen'][0]:
+    shown['C_noise'] = chosen('C_noise', 'g')
+  shown |= {'chosen tau': chosen('tau', ''), 'price': f'{row["price"]:.3g}'}
   tables = {}
   if 'stderr_folds' in row:
     tables['± over folds'] = row['stderr_folds']
