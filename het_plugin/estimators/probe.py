@@ -299,8 +299,6 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
     splits = list(KFold(settings.folds, shuffle=True, random_state=settings.seed).split(y))
   parts, folds, chosen, unfinished, left_out, agreements = [], [], [], 0, 0, []
   for number, (fitted, held_out) in enumerate(splits):
-    of_fold = train.features, y, fitted, settings, starts, titles
-    estimator, point, failures = fit_best(head, *of_fold)
     rows = test
     if held_out is not None:
       known = held_out
@@ -308,6 +306,10 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
         known = held_out[_are_known(train.labels[held_out], train.labels[fitted])]
       left_out += len(held_out) - len(known)
       rows = train.take(known)
+      if not len(rows):  # nothing to score
+        continue
+    of_fold = train.features, y, fitted, settings, starts, titles
+    estimator, point, failures = fit_best(head, *of_fold)
     predictions = _predictions(estimator, rows)
     parts.append(uncertainty.score_examples(**predictions.labelled, ks=(1,)))
     if predictions.link == 'softmax':

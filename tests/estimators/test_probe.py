@@ -191,6 +191,9 @@ def test_rows_of_a_class_of_one_fold_are_left_out(few):
   assert 'Rows left out, because no other fold has their class: 1.' in report.text()
   report.json[0]['chosen'][1]['C'] = 0.1  # as if this fold had chosen it
   assert probe._shown(report.json[0])['C'] == '1, 0.1'
+  few_rows = arrays['features'][:5], np.array([0, 0, 1, 1, 9])
+  report = probe.probe(few_rows, None, settings(folds=5, max_iter=1))  # it is a whole fold
+  assert report.json[0]['num_examples'] == 4 == len(report.json[0]['chosen'])
   # Nor can the row choose from a grid, where it is held out for that.
   y = arrays['label'][:, None]
   of_grid = settings(target='votes', c=(0.1, 1.0), max_iter=2, validation=0.5, seed=3)
