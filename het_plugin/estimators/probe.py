@@ -23,7 +23,7 @@ from het_plugin.estimators.selection import NOISE_SHARE, least_noise
 from het_plugin.evaluation.uncertainty_report import calibration_figures
 from het_plugin.measures import agreement, uncertainty, votes
 from het_plugin.measures.comparison import EXTREME, extreme_share
-from het_plugin.rows import Rows, check_pair, label_rows
+from het_plugin.rows import Rows, check_pair, concatenate, label_rows
 from het_plugin.rows import read as read_rows
 
 _COMPARED = ('nll', 'brier', 'precision_at_1')
@@ -143,8 +143,8 @@ def probe(
       (150, 2)
 
   Args:
-    train: a file (`rows.read`), or features [N, D] and class ids [N]; or
-      without `test` a folder of `represent`, whose files train and test are taken.
+    train: a file (`rows.read`), or features [N, D], which may be a memory map, and class ids [N];
+      or without `test` a folder of `represent`, whose files train and test are taken.
     test: a file or arrays for the test rows; None uses folds of `train`.
     settings: settings of the comparison.
     ood: rows of another distribution, whose confidence is compared with that of the test rows.
@@ -242,7 +242,7 @@ def read(source: Source, name: str) -> tuple[Rows, str]:
   """Rows with features, and their name."""
   if isinstance(source, str):
     return read_rows(source, mapped=True), source
-  x, y = map(np.asarray, source)
+  x, y = np.asanyarray(source[0]), np.asarray(source[1])  # keeps a memory map
   return Rows({'features': x}, label_rows(y, len(x)), np.arange(len(x))), name
 
 
@@ -294,30 +294,28 @@ def fit_titles(settings: Settings, num_folds: int) -> Iterator[str]:
 def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
   start = time.perf_counter()
   if test is not None:
-    splits = [(np.arange(len(y)), None)]
+    splits = [(np.arange(len(y)), np.arange(len(test)))]
   else:
     splits = list(KFold(settings.folds, shuffle=True, random_state=settings.seed).split(y))
   parts, folds, chosen, unfinished, left_out, agreements = [], [], [], 0, 0, []
-  for number, (fitted, held_out) in enumerate(splits):
-    rows = test
-    if held_out is not None:
-      known = held_out
-      if settings.target == 'votes' or y.ndim == 1:  # others have no probability
-        known = held_out[_are_known(train.labels[held_out], train.labels[fitted])]
-      left_out += len(held_out) - len(known)
-      rows = train.take(known)
-      if not len(rows):  # nothing to score
+  for number, (fitted, known) in enumerate(splits):
+    if test is None and (settings.target == 'votes' or y.ndim == 1):  # others have no probability
+      seen = _are_known(train.labels[known], train.labels[fitted])
+      left_out, known = left_out + int((~seen).sum()), known[seen]
+      if not len(known):  # nothing to score
         continue
     of_fold = train.features, y, fitted, settings, starts, titles
     estimator, point, failures = fit_best(head, *of_fold)
-    predictions = _predictions(estimator, rows)
+    rows = train if test is None else test
+    of_parts = inputs.parts(known, rows.features)
+    predictions = concatenate([_predictions(estimator, rows.take(part)) for part in of_parts])
     parts.append(uncertainty.score_examples(**predictions.labelled, ks=(1,)))
     if predictions.link == 'softmax':
       ood_log_p = None if ood is None else estimator.predict_log_proba(ood)
       of_people = predictions.log_prob, predictions.labels, predictions.label_weight
       people = agreement.score_examples(*of_people)
       agreements.append(agreement.summarize(people, ood_log_p))
-    folds.append(np.full(len(rows.features), number))
+    folds.append(np.full(len(known), number))
     chosen.append(point)
     unfinished += failures
   seconds = time.perf_counter() - start

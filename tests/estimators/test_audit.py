@@ -50,6 +50,9 @@ def test_rows_of_a_file_are_read_in_parts(grid, tmp_path, monkeypatch):
   settings = Settings(**SETTINGS | {'c': grid}, solver='adam', max_iter=10)
   found = audit_lib.audit(mapped, label, settings)
   assert 0 < Watched.most < 200  # a copy of two folds would be 800
+  if len(grid) == 1:
+    (row,) = probe.probe((mapped, label), None, settings).json
+    assert row['num_examples'] == 1200 and Watched.most < 200  # a copy of one fold would be 400
   assert found.wrong[label != truth].mean() > 3 * found.wrong[label == truth].mean()
 
 
