@@ -25,6 +25,7 @@ from het_plugin.measures import agreement, uncertainty, votes
 from het_plugin.measures.comparison import EXTREME, extreme_share
 from het_plugin.rows import Rows, check_pair, concatenate, label_rows
 from het_plugin.rows import read as read_rows
+from het_plugin.rows.labels import are_marks
 
 _COMPARED = ('nll', 'brier', 'precision_at_1')
 
@@ -249,6 +250,9 @@ def read(source: Source, name: str) -> tuple[Rows, str]:
 def targets_of(rows: Rows, target: str) -> tuple[np.ndarray, np.ndarray, str]:
   """y of the fits, its classes, and which `target` it is: ids [N]; with several labels an example
   votes [N, L], an indicator [N, K], or, where they have weights, shares of the classes [N, K].
+
+  Raises:
+    ValueError: an example has not one label, or labels are those of `labels.are_marks`.
   """
   labels, num_classes = rows.labels, rows.num_classes
   if votes.has_shares(labels, rows.label_weight):
@@ -257,6 +261,11 @@ def targets_of(rows: Rows, target: str) -> tuple[np.ndarray, np.ndarray, str]:
   if target == 'votes' or labels.shape[1] == 1:
     y = labels if target == 'votes' else rows.label
     return y, np.unique(labels[labels >= 0]), target
+  if are_marks(labels, labels.shape[1]):
+    raise ValueError(
+      f'labels are {list(labels.shape)} of 0 and 1: classes that are marked must be their numbers, '
+      'padded with -1; for votes set --target=votes'
+    )
   return votes.indicator(labels, num_classes).astype(int), np.arange(num_classes), target
 
 

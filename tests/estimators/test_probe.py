@@ -145,6 +145,13 @@ def test_sigterm_ends_it_as_other_mains(files):
   assert process.returncode == exit_codes.PREEMPTED
 
 
+def test_marked_classes_are_no_class_numbers(few):
+  x, y = np.load(few[0])['features'], np.arange(400).reshape(100, 4) % 3 % 2
+  with pytest.raises(ValueError, match=r'labels are \[100, 4\] of 0 and 1: classes that are mar'):
+    probe.probe((x, y), None, settings())
+  assert probe.targets_of(probe.read((x, y), '')[0], 'votes')[1].tolist() == [0, 1]
+
+
 def test_labels_beyond_int32_are_an_error(few):
   x = np.load(few[0])['features']
   with pytest.raises(ValueError, match=str(2**32 + 2)):
