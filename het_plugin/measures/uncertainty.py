@@ -467,4 +467,4 @@ def _distinct(labels: np.ndarray) -> np.ndarray:
 
 def _trimmed(labels: np.ndarray) -> np.ndarray:
   """Labels without the padding columns that no example needs."""
-  return labels[:, : 1 + np.flatnonzero((labels >= 0).any(axis=0)).max(initial=0)]
+  return labels[:, : 1 + max(np.flatnonzero((labels >= 0).any(axis=0)), default=0)]
