@@ -196,6 +196,11 @@ def _matrix(y, kind, classes):
   values = y.astype(np.float32)
   if (values < 0).any() or (values > 1).any():
     raise ValueError(f'target={kind!r} needs values between 0 and 1')
+  if kind == 'indicator' and (wrong := values[(values != 0) & (values != 1)]).size:
+    raise ValueError(
+      f'the indicator y has {wrong[0]:g}, and must have zeros and ones; rows that add up to 1 may '
+      "be target='probabilities'"
+    )
   if kind == 'probabilities':
     sums = values.sum(axis=1)
     if (np.abs(sums - 1) > _SUM_TOLERANCE).any():
