@@ -84,7 +84,7 @@ def fit(
       done, mean = _fit_streamed(fitted, x, targets, weight, settings, start)
     else:
       data = _Data.of(x, targets, weight)
-      det_fit, mean = _fit_of(start, model, settings.c, data.mean), data.mean
+      det_fit, mean = data.fit_of(start, model, settings), data.mean
       done = data.fit(fitted, data.weight, settings, det_fit, near)
   if fitted != model:
     params = starts.without_noise(model.init(settings.seed, x.shape[1]), done.params)
@@ -131,6 +131,21 @@ class _Data:
       x, values, weight = inputs.merged(x, values, weight)
     targets = dataclasses.replace(targets, values=values)
     return cls(x, targets, weight, np.average(x, axis=0, weights=weight))
+
+  def fit_of(self, start: Any, model: Model, settings: Settings) -> lbfgs.Fit | None:
+    """`_fit_of`, if it is a fit to these labels and weights, too."""
+    found = _fit_of(start, model, settings.c, self.mean)
+    if found is not None:
+      det = model.deterministic
+      nll = apply(det, 'nll', found.params, self.mean, self.x, self.targets.values, settings.mesh)
+      penalty = float(det.penalty(found.params)[0]) / (2 * settings.c)
+      value = (self.weight @ nll + penalty) / self.weight.sum()
+      if not np.isclose(value, found.objective, rtol=1e-4, atol=1e-6):
+        raise ValueError(
+          f'start has the objective {found.objective:.6g}, and {value:.6g} for these rows: it must '
+          'be fitted to the same labels and sample_weight, in memory'
+        )
+    return found
 
   def fit(
     self,
@@ -214,7 +229,7 @@ def noise_path(
   with placement.on(settings.mesh), warnings.catch_warnings():
     warnings.simplefilter('ignore', ConvergenceWarning)
     data = _Data.of(x, targets, weight)
-    whole = _fit_of(start, model, settings.c, data.mean)
+    whole = data.fit_of(start, model, settings)
     held_out = selection.held_out_rows(data.targets.main_class(), settings.seed)
     if held_out.sum() < selection.MIN_HELD_OUT:
       warnings.warn(

@@ -307,6 +307,8 @@ def test_the_start_is_a_fit_to_the_same_rows():
   for start in (DetClassifier(0.5).fit(x, y), DetClassifier().fit(x[1:], y[1:])):
     with pytest.raises(ValueError, match='start must be a DetClassifier fitted to the same rows'):
       HetClassifier(**SMALL).fit(x, y, start=start)
+  with pytest.raises(ValueError, match='start has the objective .* fitted to the same labels'):
+    HetClassifier(C_noise=0).fit(x, (y + 1) % 4, start=DetClassifier(tol=0.1).fit(x, y))
   with pytest.raises(ValueError, match='start needs one tau'):
     HetClassifier(tau='validation', **SMALL).fit(x, y, start=start)
 
@@ -328,6 +330,8 @@ def test_wrong_labels_are_one_sentence():
   np.testing.assert_array_equal(det.calibrate(x, y).nll(x, on), det.calibrate(x, on).nll(x, y))
   with pytest.raises(ValueError, match='add up to 0.5'):
     DetClassifier(target='probabilities').fit(x, np.full((N, 2), 0.25))
+  with pytest.raises(ValueError, match='the indicator y has 0.3'):  # it was taken for a 1
+    DetClassifier(target='indicator').fit(x, np.full((N, 2), 0.3))
   with pytest.raises(ValueError, match='has the vote 0.5'):
     DetClassifier(target='votes').fit(x, np.full((N, 2), 0.5))
   with pytest.raises(ValueError, match='too large for float32'):
