@@ -118,7 +118,8 @@ def load_params(
           _check_classes(source[theirs].shape[-1], num_classes, is_padded)
         if num_heads is not None and ours.endswith('attention/query/kernel'):
           _check_heads(source[theirs].shape, num_heads)
-        read[ours], note = _fit(ours, source[theirs], shape, is_head)
+        has_classes = is_head and shape[-1:] == flat.get('head/kernel', ())[-1:]
+        read[ours], note = _fit(ours, source[theirs], shape, has_classes)
         loaded.append((ours, theirs, note))
       except ValueError as error:
         if ours in _W_AND_B:  # ours are padded: shapes would puzzle
@@ -228,8 +229,11 @@ def _check_heads(shape, num_heads):
     raise ValueError(f'the model has num_heads={num_heads}; set it to the {shape[1]} of the file')
 
 
-def _fit(ours, x, shape, is_head):
-  """The array in our shape, and what was changed."""
+def _fit(ours, x, shape, has_classes):
+  """The array in our shape, and what was changed.
+
+  `has_classes` is whether its last axis are classes, which may be padded.
+  """
   x = np.asarray(x, np.float32)
   if ours == 'backbone/position_embedding' and x.shape[-2:] != shape:
     return _resample(x.reshape(x.shape[-2:]), shape)
@@ -237,7 +241,7 @@ def _fit(ours, x, shape, is_head):
     return x.reshape(shape), ''
   squeezed = x.reshape([n for n in x.shape if n > 1] or [1])
   padding = shape[-1] - squeezed.shape[-1] if shape else 0
-  if is_head and padding > 0 and squeezed.shape[:-1] == tuple(shape[:-1]):
+  if has_classes and padding > 0 and squeezed.shape[:-1] == tuple(shape[:-1]):
     widths = [(0, 0)] * (squeezed.ndim - 1) + [(0, padding)]
     return np.pad(squeezed, widths), f'{padding} padded classes added'
   raise ValueError('the shapes differ')

@@ -253,6 +253,14 @@ def test_a_file_in_our_names_may_have_padded_classes():
     read(10)
 
 
+def test_buckets_are_not_padded_as_classes_are():
+  """The hash of HET-H into H buckets is another one than that into more."""
+  shapes = {'head/kernel': (4, 128), 'head/bias': (128,), 'head/covariance/J': (2, 8)}
+  arrays = {'head/kernel': np.ones((4, 11)), 'head/bias': np.ones(11)}
+  with pytest.raises(ValueError, match=r'J \(2, 6\) does not fit head/covariance/J \(2, 8\)'):
+    weights.load_params(arrays | {'head/covariance/J': np.ones((2, 6))}, shapes, num_classes=11)
+
+
 def test_an_export_has_the_bias_that_edward2_expects():
   head = heads.HetXL(theirs.CLASSES, num_factors=theirs.R)
   shapes = shapes_of(our_vit(), head)
