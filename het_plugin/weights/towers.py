@@ -122,6 +122,13 @@ text_projection     text_projection head
 _TEXT_ROOT = re.compile(r'^(?:text_model|text)\.')
 
 
+class _Params(dict[str, np.ndarray]):
+  """Parameters by our names; asking for one that the file lacks is a ValueError."""
+
+  def __missing__(self, name):
+    raise ValueError(f'the file lacks {name} of its tower: is it one of several files?')
+
+
 @dataclasses.dataclass(frozen=True)
 class Tower:
   """An image tower of another project."""
@@ -159,7 +166,7 @@ class TextTower:
 def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> TextTower:
   """The text tower of CLIP or SigLIP in a file's arrays; arguments as in `read_tower`."""
   config = config.get('text_config') or {}
-  flat = {}
+  flat = _Params()
   for name, x in arrays.items():
     if name.startswith(('visual.', 'vision_model.', 'visual_projection')):
       continue
@@ -347,6 +354,11 @@ def _normalise_pixels(flat, layer, config, defaults):
   mean = np.asarray(config.get('image_mean') or config.get('mean') or defaults[0])
   std = np.asarray(config.get('image_std') or config.get('std') or defaults[1])
   kernel = flat[f'{layer}/kernel']  # [P, P, C, D]
+  if not kernel.shape[2] == len(mean) == len(std):
+    raise ValueError(
+      f'the patches of the file have {kernel.shape[2]} channels, and its image_mean and image_std '
+      f'{len(mean)} and {len(std)}'
+    )
   bias = flat.get(f'{layer}/bias', np.zeros(kernel.shape[-1]))
   flat[f'{layer}/bias'] = bias + np.einsum('pqcd,c->d', kernel, (0.5 - mean) / std)
   flat[f'{layer}/kernel'] = kernel * (0.5 / std)[:, None]
@@ -403,7 +415,7 @@ def _convnext_stem(name):
 def _renamed(arrays, backbone, stem):
   """Parameters by our names without 'backbone/', and the names that the tower does not use."""
   roots = [root for root in ('visual.', 'vision_model.') if any(root in name for name in arrays)]
-  flat, skipped, unknown = {}, [], []
+  flat, skipped, unknown = _Params(), [], []
   for name, x in arrays.items():
     if roots and roots[0] not in name and 'visual_projection' not in name:
       skipped.append(name)  # belongs to the text tower

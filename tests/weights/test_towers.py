@@ -438,5 +438,13 @@ def test_layers_without_a_place_are_named(ours):
   arrays = timm_arrays(ours[1]) | {'fc_norm.weight': np.ones(16)}
   with pytest.raises(ValueError, match='ViT, .*fc_norm.weight'):
     weights.read_tower(arrays, {})
+  arrays = timm_arrays(ours[1])
+  kernel = arrays['patch_embed.proj.weight']
+  with pytest.raises(ValueError, match='have 1 channels, and its image_mean and image_std 3 and 3'):
+    weights.read_tower(arrays | {'patch_embed.proj.weight': kernel[:, :1]}, {})
+  for name, missing in (('patch_embed.proj', 'embedding'), ('blocks.0.mlp.fc1', 'block00/mlp/wi')):
+    some = {theirs: x for theirs, x in arrays.items() if theirs != f'{name}.weight'}
+    with pytest.raises(ValueError, match=f'the file lacks {missing}/kernel of its tower'):
+      weights.read_tower(some, {})
   with pytest.raises(ValueError, match="hidden_act='relu' in config.json .* gelu"):
     weights.read_tower(timm_arrays(ours[1]), {'hidden_act': 'relu'})
