@@ -245,8 +245,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       sample_weight: [N]; None is 1 for each.
     """
     X, y = self._opened(X, y)
-    predicted = self._predict(X)
-    if self.target_ in ('classes', 'indicator'):
+    y, predicted = inputs.labels_of_rows(X, y), self._predict(X)
+    if self.target_ == 'indicator' or y.ndim == 1:
       return accuracy_score(y, predicted, sample_weight=sample_weight)
     shares = self._encoded(X, y).distribution()
     found = shares[np.arange(len(shares)), np.searchsorted(self.classes_, predicted)]

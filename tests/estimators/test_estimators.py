@@ -328,6 +328,10 @@ def test_wrong_labels_are_one_sentence():
     DetClassifier().fit(x, on).nll(x, y)
   det = DetClassifier().fit(x, y)  # which has a softmax, whatever the labels of `nll` look like
   np.testing.assert_array_equal(det.calibrate(x, y).nll(x, on), det.calibrate(x, on).nll(x, y))
+  votes = np.stack([y, (y + 1) % 4], axis=1)
+  assert det.score(x, on) == det.score(x, y)
+  share = np.mean(votes == det.predict(x)[:, None])
+  np.testing.assert_allclose(det.score(x, votes), share)
   with pytest.raises(ValueError, match='add up to 0.5'):
     DetClassifier(target='probabilities').fit(x, np.full((N, 2), 0.25))
   with pytest.raises(ValueError, match='the indicator y has 0.3'):  # it was taken for a 1
