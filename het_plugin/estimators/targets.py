@@ -110,6 +110,11 @@ def encode(
   if target not in TARGETS:
     raise ValueError(f'target={target!r} is unknown: choose one of {", ".join(TARGETS)}')
   if isinstance(y, Shares):
+    if 'indicator' in (target, like):
+      raise ValueError(
+        'label_weight of the file gives shares of one label per row, and an indicator has several '
+        'labels per row: leave label_weight out'
+      )
     target = 'probabilities'
     num_more = 0 if classes is None else max(0, len(classes) - y.shape[1])
     y = np.pad(y, ((0, 0), (0, num_more)))

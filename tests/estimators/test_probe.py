@@ -222,6 +222,8 @@ def test_weights_of_labels_are_shares(files, tmp_path):
     np.testing.assert_allclose(found.predict_proba(x)[:, 0], share, atol=0.1)
     expected = -(weight * found.predict_log_proba(x)).sum(axis=1)
     np.testing.assert_allclose(found.nll(path), expected, rtol=1e-4)
+  with pytest.raises(ValueError, match='and an indicator has several labels per row'):
+    DetClassifier(target='indicator').fit(path)
   for target in ('auto', 'votes'):
     (row,) = probe.probe(path, path, settings(target=target)).json
     entropy = -(weight * np.log(weight)).sum(axis=1).mean()
