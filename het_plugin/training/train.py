@@ -169,10 +169,9 @@ def train(
 
     # Tracing finds what is wrong with the model, while nothing is written yet.
     traced = trainer.trace_train(target, partitioner.batch_spec(train_iter.element_spec))
-    metrics: dict[str, tuple[str, ...]] = {'train': ()}
-    for evaluator in evaluators.values():
-      names_of_task = evaluator.trace(trainer, target)
-      metrics[evaluator.task] = (*metrics.get(evaluator.task, ()), *names_of_task)
+    metrics: dict[ActionMode, dict[str, tuple[str, ...]]] = {ActionMode.TRAIN: {'train': ()}}
+    for mode, evaluator in evaluators.items():
+      metrics[mode] = {evaluator.task: evaluator.trace(trainer, target)}
 
     observer.begin()
     # Another training may have saved its checkpoint while this one waited for its end.
@@ -218,10 +217,10 @@ def train(
       model_dir=str(model_dir),
       random_seed=random_seed,
       evaluated_step=start.step if start.evaluated else start.step - 1,
-      metrics=metrics,
     )
-    for action in (action for group in actions.values() for action in group):
-      action.setup(context)
+    for mode, group in actions.items():
+      for action in group:
+        action.setup(dataclasses.replace(context, metrics=metrics[mode]))
     actions_lib.set_states(actions, start.record.get('actions', {}))
     observer.resumed(start.step)
     _describe_run(model, start, config, names, model_dir, writer)

@@ -118,7 +118,9 @@ def test_a_refused_start_of_a_run_changes_nothing_of_it(tmp_path):
   before = content()
   wider = toy.ToyModel(toy.Mlp(width=64))
   unknown = {'TRAIN': [actions.TerminateOnNanAction('test')]}
-  for settings in ({'model': wider}, {'actions': unknown}, {'total_steps': 3}):
+  of_train = {'TRAIN_EVAL': [actions.TerminateOnNanAction()]}  # which has metrics of toy_eval only
+  refused = {'model': wider}, {'actions': unknown}, {'actions': of_train}, {'total_steps': 3}
+  for settings in refused:
     with pytest.raises(ValueError, match='shape|TerminateOnNanAction.task|total_steps=3'):
       toy_run.run(tmp_path, **settings)
     assert content() == before
