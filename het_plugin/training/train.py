@@ -133,7 +133,9 @@ def train(
         f'train.actions has {type(actions[mode][0]).__name__} for {mode}, but '
         f'train.{mode.lower()}_dataset_cfg is None, so it would never run'
       )
-  dataset_cfgs = [train_dataset_cfg, *(cfg for cfg, _ in eval_cfgs.values())]
+  held_out = getattr(train_dataset_cfg, 'held_out', None)
+  others = [*([] if held_out is None else [held_out]), *(cfg for cfg, _ in eval_cfgs.values())]
+  dataset_cfgs = [train_dataset_cfg, *others]
   infos = _check_datasets(dataset_cfgs, partitioner, model, task_info_fn)
   names = getattr(infos[0], 'class_names', None) if infos else None
   model_dir = epath.Path(model_dir)
@@ -278,7 +280,10 @@ def _check_datasets(
   model: Any,
   task_info_fn: Callable[..., Any],
 ) -> list[Any]:
-  """The infos of the tasks, which `model.validate` accepts; [] for a model without `validate`."""
+  """The infos of the tasks, which `model.validate` accepts; [] for a model without `validate`.
+
+  The first task has the numbers of the classes. ValueError if another one numbers them differently.
+  """
   infos = []
   for cfg in cfgs:
     partitioner.check_batch_size(cfg.batch_size)
@@ -288,6 +293,8 @@ def _check_datasets(
       arguments = () if vocabulary is None else (vocabulary,)
       infos.append(task_info_fn(cfg.mixture_or_task_name, *arguments))
       model.validate(infos[-1])
+      own, first = (getattr(info, 'class_names', None) for info in (infos[-1], infos[0]))
+      class_names.check(f'mixture_or_task_name={_task_name(cfg)}', own, first)
   return infos
 
 

@@ -1,6 +1,7 @@
 """Settings of `train`: checked before data is read and anything is compiled."""
 
 import functools
+import types
 
 import pytest
 
@@ -52,6 +53,22 @@ def test_the_model_sees_the_task_in_the_vocabulary_of_the_data_set(tmp_path):
     toy_run.run(
       tmp_path, model=model, train_dataset_cfg=cfg, task_info_fn=lambda *arguments: arguments
     )
+
+
+def test_all_data_sets_of_a_run_number_the_classes_as_the_first(tmp_path):
+  names = {'toy': ('ant', 'bee', 'cat'), 'other': ('bee', 'ant', 'cat')}
+  model, other = toy.ToyModel(), toy.ToyDatasetConfig(16, 'other')
+  model.validate = lambda info: None
+  with_other = toy.ToyDatasetConfig(16)
+  object.__setattr__(with_other, 'held_out', other)
+  for settings in ({'train_eval_dataset_cfg': other}, {'train_dataset_cfg': with_other}):
+    with pytest.raises(ValueError, match="name=other: 'bee' is class 0 here and class 1 in the tr"):
+      toy_run.run(
+        tmp_path,
+        model=model,
+        task_info_fn=lambda task: types.SimpleNamespace(class_names=names.get(task)),
+        **settings,
+      )
 
 
 @pytest.mark.parametrize(
