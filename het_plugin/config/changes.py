@@ -154,25 +154,19 @@ class RunConfig:
     self._accept_changes = accept_changes
     self._how_to_accept = how_to_accept
     self._replaced = None
+    self._changes: tuple[list[Change], int] = [], 0  # and the step since when
 
   def check(self, step: int, record: Mapping[str, Any], model_dir: epath.PathLike) -> None:
-    """Compares the configuration with that in a record of model_dir, and logs all changes.
+    """Compares the configuration with that in a record of model_dir; `write` logs the changes.
 
     Raises:
-      ValueError: a change may change the results and is not accepted.
+      ValueError: a change may change the results and is not accepted; all changes are logged.
     """
     found = changes(record['config'], self.text)
     serious = [change for change in found if change.changes_results]
-    for what, some, level in (
-      ('What may change the results of this run', serious, logging.WARNING),
-      ('The configuration', [x for x in found if not x.changes_results], logging.INFO),
-    ):
-      if some:
-        lines = ''.join(f'\n  {line}' for line in dict.fromkeys(map(str, some)))
-        _log.log(level, '%s changed since step %d:%s', what, step, lines)
-    if not serious:
-      return
-    if not self._accept_changes:
+    self._changes = found, step
+    if serious and not self._accept_changes:
+      self._log_changes()
       changed = [*dict.fromkeys(change.name for change in serious)]
       names = ', '.join(changed[:_NAMED])
       more = f' and {len(changed) - _NAMED} more' if len(changed) > _NAMED else ''
@@ -183,14 +177,24 @@ class RunConfig:
         f'{model_dir} holds a run with a different configuration (from step {step} on): {names}'
         f'{more} changed (the lines above say how). Undo the change{ways_out}'
       )
-    self._replaced = record['config']
+    self._replaced = record['config'] if serious else None
+
+  def _log_changes(self) -> None:
+    """Logs what the last `check` found, a line per change, because a screen shows no others."""
+    found, step = self._changes
+    lines = dict.fromkeys((change.changes_results, str(change)) for change in found)
+    for serious, line in lines:
+      what = 'What may change the results of this run' if serious else 'The configuration'
+      level = logging.WARNING if serious else logging.INFO
+      _log.log(level, '%s changed since step %d: %s', what, step, line)
 
   def write(self, model_dir: epath.PathLike, step: int) -> None:
-    """Writes config.gin.
+    """Writes config.gin, and logs the changes, now that the run has a log file.
 
     If changes were accepted, config_until_STEP.gin keeps the configuration until this step.
     """
     folder = epath.Path(model_dir)
+    self._log_changes()
     if self._replaced is not None:
       kept = folder / f'{_UNTIL}{step}.gin'
       run_files.write_text(kept, self._replaced)

@@ -10,7 +10,7 @@ from etils import epath
 import gin
 from het_plugin import train as main
 from het_plugin.config import changes as config_changes
-from het_plugin.config import parsing, registry, statements
+from het_plugin.config import parsing, registry, screen, statements
 from het_plugin.config.changes import changes
 from het_plugin.training import partitioning
 
@@ -161,6 +161,19 @@ def test_a_checkpoint_belongs_to_the_configuration_of_its_time(tmp_path):
     assert config_changes.config_file(folder / f'checkpoint_{step}', step).read_text() == want
 
 
+def test_a_run_that_goes_on_shows_and_keeps_what_changed(tmp_path, caplog):
+  caplog.set_level('INFO')
+  before, after = (f'train.eval_period = {n}\ntrain.stats_period = {n}' for n in (20, 10))
+  config = config_changes.RunConfig(after)
+  config.check(40, {'config': before}, epath.Path(tmp_path))
+  assert not caplog.records  # the run has no log file yet
+  config.write(epath.Path(tmp_path), 40)
+  lines = [x.getMessage() for x in caplog.records if screen.is_shown(x)]
+  names = 'eval_period', 'stats_period'
+  want = [f'The configuration changed since step 40: train.{name}: 20 -> 10' for name in names]
+  assert lines[:2] == want
+
+
 def test_a_checkpoint_of_another_run_is_named(digits_run, tmp_path, caplog):
   config = (digits_run[0] / 'config.gin').read_text()
   checkpoint = next(digits_run[0].glob('checkpoint_*'))
@@ -189,8 +202,8 @@ def test_a_run_goes_on_with_another_configuration_once_that_is_accepted(
     message = run_main(main, *same, *changed, code=2)
   assert 'step 2 on): RANDOM_SEED, LEARNING_RATE changed' in message
   assert message.endswith('--accept_config_changes (--verbosity=1 shows where)')
-  assert '\n  LEARNING_RATE: 0.003 -> 0.005' in caplog.text
-  assert '\n  EVAL_STEPS: 1 -> 2' in caplog.text
+  assert 'since step 2: LEARNING_RATE: 0.003 -> 0.005' in caplog.text
+  assert 'since step 2: EVAL_STEPS: 1 -> 2' in caplog.text
   assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == files
 
   run_main(main, *same, '--gin.SAVE_PERIOD=7')  # harmless
