@@ -165,8 +165,9 @@ class Configuration:
     model, partitioner = self.argument('model'), self.argument('partitioner')
     dataset = self.argument('train_dataset_cfg')
     lengths = dataset.task_feature_lengths
-    ema = optimizers.evaluates_ema(model.optimizer_def)
-    head = 'keep' if self._arrays is None else 'init'  # a file has no head of this model
+    is_run = self._arrays is None
+    ema = is_run and optimizers.evaluates_ema(model.optimizer_def)
+    head = 'keep' if is_run else 'init'  # a file has no head of this model
     restore = checkpoints.RestoreCheckpointConfig(
       self.checkpoint, mode='specific', head=head, ema=ema
     )

@@ -37,13 +37,6 @@ def restore_params(
   `names`, if the checkpoint's run has names too.
   """
   flat = traverse_util.flatten_dict(target, sep='/')
-  if weights.is_weights_file(cfg.path):
-    return _read_published(cfg, flat, arrays, model)
-  if cfg.skip:
-    raise ValueError(
-      f'RestoreCheckpointConfig.skip={cfg.skip!r} is for a published file; {cfg.path} is a '
-      'checkpoint: use assignment_map or fallback_to_scratch'
-    )
   assignment_map = [*cfg.assignment_map]
   for pattern, _ in assignment_map:
     if not any(re.fullmatch(pattern, name) for name in flat):
@@ -51,6 +44,13 @@ def restore_params(
         f'RestoreCheckpointConfig.assignment_map has {pattern!r}, which matches no parameter of '
         f'the model: {", ".join(sorted(flat)[:_SHOWN])}, ...'
       )
+  if weights.is_weights_file(cfg.path):
+    return _read_published(cfg, flat, arrays, model)
+  if cfg.skip:
+    raise ValueError(
+      f'RestoreCheckpointConfig.skip={cfg.skip!r} is for a published file; {cfg.path} is a '
+      'checkpoint: use assignment_map or fallback_to_scratch'
+    )
   if cfg.head == weights.INIT:
     assignment_map = [('head/.*', None), *assignment_map]
   path = _checkpoint(cfg)
@@ -111,6 +111,13 @@ def _read_published(
   arrays: Mapping[str, np.ndarray] | None,
   model: Any,
 ) -> dict[str, jax.Array]:
+  renames = [pair for pair in cfg.assignment_map if pair[1] is not None]
+  for name, value in (('ema', cfg.ema), ('assignment_map', renames)):
+    if value:
+      raise ValueError(
+        f'RestoreCheckpointConfig.{name}={value!r} is for a checkpoint; {cfg.path} is a published '
+        'file, which has no average, and whose names are known: leave it out'
+      )
   setting = 'RestoreCheckpointConfig.path=' if arrays is None else ''
   try:
     arrays = weights.read_arrays(cfg.path) if arrays is None else arrays
@@ -124,7 +131,10 @@ def _read_published(
   except ValueError as error:
     raise ValueError(f'{setting}{cfg.path}: {error}') from error
   report.log(cfg.path)
+  if fresh := {name for name in read if _source_name(name, cfg.assignment_map) is None}:
+    _log.info('From scratch: %s.', ', '.join(sorted(fresh)))
   return {
     name: jax.make_array_from_callback(x.shape, flat[name].sharding, x.__getitem__)
     for name, x in read.items()
+    if name not in fresh
   }

@@ -338,6 +338,25 @@ def test_warm_start_for_other_classes_maps_names(tmp_path):
     warm(params, tmp_path, skip=('head_.*',))
 
 
+def test_warm_start_from_a_published_file_takes_no_setting_of_a_checkpoint():
+  params = make_state().params
+  arrays = {'head/kernel': params['head_kernel'], 'head/bias': params['head_bias']}
+
+  def names(**settings):
+    cfg = checkpoints.RestoreCheckpointConfig('published.npz', **settings)
+    return {*warm_start.restore_params(cfg, abstract(arrays), jax.tree.map(np.asarray, arrays))}
+
+  assert names() == {*arrays}
+  assert names(assignment_map=(('.*/bias', None),)) == {'head/kernel'}  # the bias starts afresh
+  for settings, words in (
+    ({'ema': True}, r'ema=True is for a checkpoint; published\.npz is'),
+    ({'assignment_map': (('head/(.*)', r'\1'),)}, 'assignment_map=.* is for a checkpoint'),
+    ({'assignment_map': (('haed/.*', None),)}, 'matches no parameter'),
+  ):
+    with pytest.raises(ValueError, match=words):
+      names(**settings)
+
+
 def test_a_missing_checkpoint_is_named(tmp_path):
   with pytest.raises(ValueError, match="absent .*mode='latest'"):
     warm(make_state().params, tmp_path / 'absent')
