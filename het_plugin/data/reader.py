@@ -124,8 +124,13 @@ class ExampleReader:
       if batch['mask'][own] and batch['mask'][other]:
         rng = np.random.default_rng(int(keys[i]))
         mixed['image'][i], weight = self.mixture.mix(*batch['image'][[own, other]], rng)
-      mixed['label_weight'][i, :half] *= weight
-      mixed['label_weight'][i, half:] *= 1 - weight
+      shares = np.array([weight, 1 - weight])
+      if 'weight' in batch:  # labels keep the weight of their own example in the loss
+        shares *= batch['weight'][[own, other]]
+        mixed['weight'][i] = shares.sum()
+        shares /= max(shares.sum(), 1e-12)
+      mixed['label_weight'][i, :half] *= float(shares[0])
+      mixed['label_weight'][i, half:] *= float(shares[1])
     return mixed, names
 
   def _read(self, positions: np.ndarray) -> tuple[Batch, dict[int, str]]:

@@ -94,16 +94,20 @@ def test_votes_with_annotators(tmp_path):
   np.testing.assert_array_equal(batch['label'][2], [2, 2, -1])
 
 
-def test_mixed_images_with_votes_keep_their_shares(tmp_path):
+@pytest.mark.parametrize('weight', [None, [10.0, 1.0], [1.0, 0.0]])
+def test_mixed_images_with_votes_keep_their_shares_and_weights(tmp_path, weight):
   votes, who = np.array([[0, 0], [1, -1]]), np.array([[5, 6], [5, -1]])
   image = np.stack([np.zeros((6, 6, 1)), np.ones((6, 6, 1))])  # black is class 0
-  path = write(tmp_path / 'a.npz', image=image, label=votes, annotator=who, split=['train'] * 2)
+  arrays = {'image': image, 'label': votes, 'annotator': who, 'split': ['train'] * 2}
+  path = write(tmp_path / 'a.npz', **arrays, **({} if weight is None else {'weight': weight}))
   lengths = {'image': 6, 'label': 2}
   cfg = DatasetConfig(path, lengths, 'train', 2, augmentations=('mixup',), shuffle=False)
   batch = next(get_dataset(cfg))
   white = (batch['image'].mean((1, 2, 3)) + 1) / 2
   for k, share in ((0, 1 - white), (1, white)):
     of_class = np.where(batch['label'] == k, batch['label_weight'], 0).sum(1)
+    if weight is not None:
+      of_class, share = of_class * batch['weight'], share * weight[k]
     np.testing.assert_allclose(of_class, share, rtol=1e-4)
 
 
