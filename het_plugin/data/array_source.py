@@ -1,6 +1,7 @@
 """Examples in arrays: scikit-learn's digits, NPZ files with labels or captions, and features."""
 
 import contextlib
+import difflib
 import functools
 import importlib.util
 import os
@@ -22,6 +23,8 @@ SPLIT_KEY = counter_random.base_key(20230127)  # a constant: splits must not cha
 VALIDATION_FRACTION = 0.1
 _NUM_DIGITS = 1797
 _SAMPLED_ROWS = 100  # for the version of features
+_SIMILAR = 0.85  # least similarity of the name of an array to one that was probably meant
+_OF_LABELS = 'label_weight', 'weight', 'annotator', 'class_name'
 
 
 class ArraySource:
@@ -119,7 +122,7 @@ def npz_source(path: str) -> ArraySource:
     ValueError: the file or an array is missing or damaged, or has another shape, type or values.
   """
   name = f'npz:{path}'
-  with _reading(name, path, 'label') as arrays:
+  with _reading(name, path, 'label', optional=(*_OF_LABELS, 'split')) as arrays:
     names = arrays['class_name'].astype(str) if 'class_name' in arrays.files else None
     if names is not None:
       if names.ndim != 1:
@@ -150,7 +153,7 @@ def npz_captions_source(path: str) -> ArraySource:
     ValueError: as npz_source.
   """
   name = f'npz_captions:{path}'
-  with _reading(name, path, 'caption') as arrays:
+  with _reading(name, path, 'caption', optional=('split',)) as arrays:
     num_images, common = _images_info(name, path)
     shape, dtype = _header(path, 'caption')
     if dtype.kind != 'U' or len(shape) not in (1, 2) or shape[0] != num_images:
@@ -177,8 +180,13 @@ def fixed_split(num_examples: int, fraction: float) -> tuple[np.ndarray, np.ndar
 
 
 @contextlib.contextmanager
-def _reading(name: str, path: str, *needed: str) -> Iterator[np.lib.npyio.NpzFile]:
-  """The arrays of a file; any damage becomes a ValueError of one sentence, also on later reads."""
+def _reading(
+  name: str, path: str, *needed: str, optional: Sequence[str] = ()
+) -> Iterator[np.lib.npyio.NpzFile]:
+  """The arrays of a file; any damage becomes a ValueError of one sentence, also on later reads.
+
+  So does an array whose name is nearly that of an `optional` one, which would be left out.
+  """
   if not os.path.isfile(path):
     raise ValueError(f'{name}: there is no such file.')
   try:
@@ -189,6 +197,10 @@ def _reading(name: str, path: str, *needed: str) -> Iterator[np.lib.npyio.NpzFil
       missing = [array for array in ('image', *needed) if array not in arrays.files]
       if missing:
         raise ValueError(f'it lacks the arrays {missing} and has {sorted(arrays.files)}')
+      absent = set(optional) - set(arrays.files)
+      for array in set(arrays.files) - set(optional):
+        if similar := difflib.get_close_matches(array, absent, 1, _SIMILAR):
+          raise ValueError(f'{name} has the array {array!r}: did you mean {similar[0]!r}?')
       yield arrays
   except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
     if str(error).startswith(name):
