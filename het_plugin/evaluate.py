@@ -20,12 +20,13 @@ from pathlib import Path
 
 from absl import flags
 
-from het_plugin import reporting, weights
+from het_plugin import reporting
 from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.estimators import noise_test
 from het_plugin.evaluation import evaluate, uncertainty_report
 from het_plugin.evaluation.names import short_names
 from het_plugin.runs import configuration
+from het_plugin.weights import is_weights_file
 
 _AS_GIVEN = (
   *('checkpoint', 'predictions', 'dataset', 'split', 'ood_dataset', 'ood_split', 'max_examples'),
@@ -100,7 +101,7 @@ def main(argv: Sequence[str]) -> None:
       covariance_index=tuple(dict.fromkeys(index)),
       save_to=Path(F.output_dir) / 'predictions' if F.save_predictions else None,
     )
-    if all(map(weights.is_weights_file, F.checkpoint)):
+    if all(map(is_weights_file, F.checkpoint)):
       of_runs = 'gin_file', 'gin_bindings', 'batch_size', 'covariance_images', 'homoglyph_examples'
       command_line.check_unused(of_runs, 'files of predictions')
     distributed.initialize()
