@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import traverse_util
 from flax.linen import partitioning
 
@@ -23,19 +22,11 @@ from het_plugin.heads import ContrastiveHetXL, HetXL, LearnedTemperature, LogitS
 from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel, ContrastiveModel
 from het_plugin.training import optimizers
+from tests.models.words import MeanOfWords
 
 B = 8
 VIT = ViT(patch_size=4, width=16, depth=1, mlp_dim=16, num_heads=2, pooling='gap')
 HEAD = HetXL(num_classes=10, num_factors=2, temperature=LearnedTemperature())
-
-
-class Words(nn.Module):
-  vocab_size: int = 20
-  pre_logits_dim: int = 4
-
-  @nn.compact
-  def __call__(self, text, train=False):
-    return nn.Embed(self.vocab_size, self.pre_logits_dim)(text).mean(1), {}
 
 
 def classification(backbone=VIT):
@@ -57,7 +48,7 @@ MODELS = {'het_xl': classification, 'lit': contrastive}
 # With towers that compile in no time, for what only the head and the loss do.
 SMALL = {
   'het_xl': lambda: classification(Mlp((4,))),
-  'lit': lambda: contrastive(Mlp((4,)), Words()),
+  'lit': lambda: contrastive(Mlp((4,)), MeanOfWords()),
 }
 
 
