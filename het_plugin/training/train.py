@@ -134,8 +134,8 @@ def train(
         f'train.{mode.lower()}_dataset_cfg is None, so it would never run'
       )
   held_out = getattr(train_dataset_cfg, 'held_out', None)
-  others = [*([] if held_out is None else [held_out]), *(cfg for cfg, _ in eval_cfgs.values())]
-  dataset_cfgs = [train_dataset_cfg, *others]
+  dataset_cfgs = train_dataset_cfg, held_out, *(cfg for cfg, _ in eval_cfgs.values())
+  dataset_cfgs = [cfg for cfg in dataset_cfgs if cfg is not None]
   infos = _check_datasets(dataset_cfgs, partitioner, model, task_info_fn)
   names = getattr(infos[0], 'class_names', None) if infos else None
   model_dir = epath.Path(model_dir)

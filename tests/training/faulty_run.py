@@ -1,5 +1,6 @@
-"""A process of a run with two, which first run a program for which the second is late. The second
-cannot read what the first can, and cannot write.
+"""A process of a run with two. The second cannot read what the first can, and cannot write.
+
+Before the run they do what `late_run` does.
 """
 
 import errno

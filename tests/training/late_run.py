@@ -1,4 +1,4 @@
-"""A program of two processes, one of which compiles it for longer."""
+"""Two processes run one program, and the second takes longer to compile it."""
 
 import json
 import time
