@@ -113,7 +113,13 @@ class TrainLoop:
     with stats.paused():
       if preempted:
         self._leave(evaluated=not evaluation_due)
-      ended = evaluation_due and self.evaluate()
+      try:
+        ended = evaluation_due and self.evaluate()
+      except Exception:
+        # The steps are not to blame. Of several processes, others may never come to save.
+        if jax.process_count() == 1:
+          self._save(evaluated=False)
+        raise
       if save_due or stop or ended:
         self._save(evaluated=not ended)  # a restart evaluates again, and so ends again
     return stop or ended

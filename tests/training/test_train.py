@@ -415,6 +415,18 @@ def test_an_evaluation_that_is_repeated_counts_once(tmp_path):
   assert run() == 12
 
 
+def test_an_evaluation_that_fails_loses_no_steps(tmp_path):
+  def fail():
+    raise RuntimeError('my action')
+
+  stopping = actions.EarlyStoppingAction(('toy_eval', 'loss'), 'min', patience=2)
+  with pytest.raises(RuntimeError, match='my action'):
+    toy_run.run(tmp_path, actions={'TRAIN_EVAL': [stopping, Interrupt(fail)]})
+  assert (tmp_path / 'checkpoint_6').exists()
+  # It evaluates again, which counts once.
+  assert toy_run.run(tmp_path, actions={'TRAIN_EVAL': [stopping]})[0] == 12
+
+
 def test_the_last_step_ends_a_period_also_of_a_run_that_only_trains(tmp_path):
   nothing = {'checkpoint_cfg': checkpoints.CheckpointConfig(), 'train_eval_dataset_cfg': None}
   toy_run.run(tmp_path, total_steps=5, stats_period=4, **nothing)
