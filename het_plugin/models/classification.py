@@ -164,9 +164,10 @@ class ClassificationModel:
         'classes, such as gin/heads/het_xl.gin'
       )
     if self.head.num_classes != task_info.num_classes:
+      how = '' if task_info.class_names else ': without class_name, the largest label + 1'
       raise ValueError(
         f'{name}.num_classes={self.head.num_classes} must be the number of classes of the task, '
-        f'{task_info.num_classes} (NUM_CLASSES)'
+        f'{task_info.num_classes} (NUM_CLASSES){how}'
       )
 
   def get_initial_variables(

@@ -35,9 +35,11 @@ HEADS = {
 STEP_KEY = jax.random.key(3)
 
 
-def task(num_classes=NUM_CLASSES, multi_label=False):
+def task(num_classes=NUM_CLASSES, multi_label=False, class_names=None):
   """The fields of `data.TaskInfo` that a model reads."""
-  return types.SimpleNamespace(num_classes=num_classes, multi_label=multi_label)
+  return types.SimpleNamespace(
+    num_classes=num_classes, multi_label=multi_label, class_names=class_names
+  )
 
 
 SAMPLED = Integrator(num_samples=16, sampler='iid')
@@ -377,8 +379,10 @@ def test_representations_and_intermediates():
 def test_validate_names_what_does_not_fit():
   make_model().validate(task())
   make_model(link='sigmoid').validate(task(multi_label=True))
-  with pytest.raises(ValueError, match=r'HetXL.num_classes=10 must be .* of the task, 7'):
+  with pytest.raises(ValueError, match=r'HetXL.num_classes=10 must be .* of the task, 7.*largest'):
     make_model().validate(task(num_classes=7))
+  with pytest.raises(ValueError, match=r'of the task, 2 \(NUM_CLASSES\)$'):
+    make_model().validate(task(num_classes=2, class_names=('no', 'yes')))
   pairs = ClassificationModel(BACKBONE, ContrastiveDet(), None, SAMPLED, SAMPLED)
   with pytest.raises(ValueError, match='ClassificationModel.head=ContrastiveDet compares pairs'):
     pairs.validate(task())
