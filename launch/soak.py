@@ -245,12 +245,15 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
   try:
     args = parse_args()
-  except ValueError as error:
+    if args.json is not None:  # a path that is wrong ends it now, not after the reference run
+      args.json.parent.mkdir(parents=True, exist_ok=True)
+      args.json.open('a').close()
+    folder = (args.folder or Path(tempfile.mkdtemp(prefix='soak-'))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+  except (ValueError, OSError) as error:
     print(f'Error: {error}', file=sys.stderr)
     return WRONG
   signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # `finally` ends all
-  folder = (args.folder or Path(tempfile.mkdtemp(prefix='soak-'))).absolute()
-  folder.mkdir(parents=True, exist_ok=True)
   result = soak(folder, args)
   counts = ('rounds', 'sigterm_rounds', 'preempted')
   print(', '.join(f'{name} {result[name]}' for name in counts))

@@ -74,13 +74,22 @@ def test_rounds_follow_the_seed():
   assert {x['victim'] for x in kills} == {0, 1, soak.ALL}
 
 
+def test_a_place_that_cannot_be_written_to_ends_it_before_a_run(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(soak, 'soak', lambda folder, args: pytest.fail('it began'))
+  (tmp_path / 'file').touch()
+  for flag in ('folder', 'json'):
+    path = tmp_path / 'file' if flag == 'folder' else tmp_path
+    monkeypatch.setattr(sys, 'argv', ['soak', '--rounds=1', f'--{flag}={path}'])
+    assert soak.main() == 2 and f"'{path}'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_like_one_that_is_not(tmp_path):
   """One process with two devices and one kill; tests/test_train.py sends SIGTERM.
 
   Of two samples, too few for a fit, which takes most of the time to compile. Of 12 steps, not 24.
   """
-  out = tmp_path / 'soak.json'
+  out = tmp_path / 'new' / 'soak.json'
   code = 'import sys\nfrom launch import soak\nsoak.STEPS_PER_ROUND = 6\nsys.exit(soak.main())'
   command = [sys.executable, '-c', code, '--rounds=1', '--sigterm_share=0']
   command += ['--processes=1', '--devices=2', f'--folder={tmp_path / "runs"}', f'--json={out}']
