@@ -168,7 +168,7 @@ def launch_local(jobs: Sequence[sweep.Job]) -> int:
 
   def say(line: str) -> None:
     with contextlib.suppress(OSError):  # the reader has gone: Ctrl-C ends `| tee`, too
-      print(line, flush=True)
+      print(f'{line}\n', end='', flush=True)  # at once, beside the lines of other jobs
 
   def run(job: sweep.Job) -> int:
     if stopping:
