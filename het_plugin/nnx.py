@@ -100,6 +100,11 @@ class Head(nnx.Module):
 
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> Gaussian logits."""
+    if phi.shape[-1:] != (self.in_features,):
+      raise ValueError(
+        f'{type(self).__name__}.in_features={self.in_features} must be the width of the '
+        f'pre-logits, which are {list(phi.shape)}'
+      )
     arrays = {path: functools.reduce(getattr, path, self).get_value() for path in self.paths}
     params = traverse_util.unflatten_dict(arrays)
     return self._of(self.definition).apply({'params': params}, phi)

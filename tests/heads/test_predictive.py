@@ -261,6 +261,7 @@ def test_export_with_a_symbolic_batch(link):
       'sharding_rules has classes: the logical axes are',
     ),
     (lambda: het_plugin.nnx.Det(D, 0, rngs=nnx.Rngs(0)), 'num_classes=0'),
+    (lambda: het_plugin.nnx.Det(D + 1, K, rngs=nnx.Rngs(0))(PHI), f'Det.in_features={D + 1} must'),
   ],
 )
 def test_wrong_arguments_are_one_sentence(make_layer, message):
