@@ -249,7 +249,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     if self.target_ == 'indicator' or y.ndim == 1:
       return accuracy_score(y, predicted, sample_weight=sample_weight)
     shares = self._encoded(X, y).distribution()
-    found = shares[np.arange(len(shares)), np.searchsorted(self.classes_, predicted)]
+    found = shares[self.classes_ == predicted[:, None]]
     return float(np.average(found, weights=sample_weight))
 
   def nll(self, X: Any, y: Any = None) -> np.ndarray:

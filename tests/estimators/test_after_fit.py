@@ -262,6 +262,7 @@ def test_classes_of_a_run_are_in_its_order_and_as_many():
   params = head.init(jax.random.key(0), x)['params'] | {'kernel': 5 * np.eye(3, 128)}
   opened = estimators.from_head(head, params, classes=['dog', 'ant', 'cat'])
   np.testing.assert_array_less(opened.nll(x, ['dog', 'ant', 'cat']), 0.1)
+  assert opened.score(x, [2 * ['dog'], 2 * ['ant'], ['cat', 'dog']]) == pytest.approx(5 / 6)
   for wrong in (['dog'], 4 * ['dog']):
     with pytest.raises(ValueError, match='the head has 3 classes'):
       estimators.from_head(head, params, classes=wrong)
