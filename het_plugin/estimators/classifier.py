@@ -112,34 +112,38 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
         stacklevel=2,
       )
     weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-    self.classes_, self.target_ = encoded.classes, encoded.kind
-    if len(self.classes_) < 2 and encoded.kind != 'indicator':
+    if len(encoded.classes) < 2 and encoded.kind != 'indicator':
       raise ValueError(
         f'{type(self).__name__} needs at least 2 classes; y has one class only, '
-        f'{self.classes_.tolist()[0]!r}'
+        f'{encoded.classes.tolist()[0]!r}'
       )
     if self.class_weight is not None:
       weight = weight * encoded.class_factors(self.class_weight, weight)
       if not weight.any():
         raise ValueError(f'class_weight={self.class_weight} leaves no row a weight above 0')
     rows, settings = (X, encoded, weight), self._settings()
-    self.tau_grid_nll_ = self.calibration_ = None
-    tau = None if isinstance(self.tau, str) else self.tau
+    tau, grid = None if isinstance(self.tau, str) else self.tau, None
     if self.tau == 'validation':
       make_model = functools.partial(self._model, len(encoded.classes), encoded.link)
-      grid = self.tau_grid_nll_ = fitting.tau_grid_nll(make_model, *rows, settings)
+      grid = fitting.tau_grid_nll(make_model, *rows, settings)
       tau = min(grid, key=grid.__getitem__)
-    self.model_ = self._model(len(encoded.classes), encoded.link, tau)
-    near = self.noise_nll_ = None
+    model = self._model(len(encoded.classes), encoded.link, tau)
+    near = noise_nll = None
     if self.C_noise == 'auto' and not streams:
-      path = fitting.noise_path(self.model_, *rows, settings, start)
+      path = fitting.noise_path(model, *rows, settings, start)
       settings = dataclasses.replace(settings, c_noise=path.c_noise)
-      self.noise_nll_, near = path.nll, path.near
-    done, self.mean_ = fitting.fit(self.model_, *rows, settings, start, near)
+      noise_nll, near = path.nll, path.near
+    done, mean = fitting.fit(model, *rows, settings, start, near)
+    # All at the end: a fit that is interrupted leaves no names of classes beside older parameters.
+    self.classes_, self.target_, self.calibration_ = encoded.classes, encoded.kind, None
+    self.tau_grid_nll_, self.noise_nll_, self.model_, self.mean_ = grid, noise_nll, model, mean
     self.C_noise_ = 0.0 if self._head == 'det' else settings.c_noise
     self.params_, self.n_iter_ = done.params, done.num_iterations
     self.objective_, self.gradient_, self.gap_ = done.objective, done.gradient, done.gap
     return self
+
+  def __sklearn_is_fitted__(self) -> bool:
+    return hasattr(self, 'params_')  # a fit that failed leaves n_features_in_
 
   def predict_log_proba(self, X: Any) -> np.ndarray:
     """log p(k | x), in nats.

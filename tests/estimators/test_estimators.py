@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sklearn.base import clone
 from sklearn.datasets import load_digits
-from sklearn.exceptions import ConvergenceWarning
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
@@ -367,6 +367,20 @@ def test_class_ids_of_64_bits_stay_what_they_are():
   np.testing.assert_array_equal(large.predict(x), det.predict(x) + 2**32)
   with pytest.raises(ValueError, match=f'the label {y[0] + 2**32} is'):
     det.nll(x, y + 2**32)
+
+
+def test_a_fit_that_is_interrupted_leaves_the_one_before(monkeypatch):
+  x, y = problem(N)
+  settings = {'max_iter': 20, 'tol': 0.1}
+  det, other = DetClassifier(**settings).fit(x, y), DetClassifier(**settings)
+  expected = det.predict(x)
+  monkeypatch.setattr(fitting, 'fit', lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+  for estimator in (det, other):
+    with pytest.raises(KeyboardInterrupt):
+      estimator.fit(x, np.array(list('abcd'))[y])
+  np.testing.assert_array_equal(det.predict(x), expected)
+  with pytest.raises(NotFittedError):  # it was an AttributeError
+    other.predict(x)
 
 
 def test_an_unfinished_fit_warns():
