@@ -277,8 +277,8 @@ def _fit_of(start, model, c, mean):
   same = start.model_ == model.deterministic and start.C == c
   if not same or not np.array_equal(start.mean_, mean):
     raise ValueError(
-      'start must be a DetClassifier fitted to the same rows with the same C, tau and '
-      f'hidden_layers; it is {start}'
+      'start must be a DetClassifier fitted to the same rows and weights with the same C, tau, '
+      f'hidden_layers and solver; it is {start}'
     )
   return lbfgs.Fit(start.params_, start.objective_, start.gradient_, start.n_iter_, start.gap_)
 

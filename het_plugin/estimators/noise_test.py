@@ -152,6 +152,9 @@ def noise_test(
   """
   if unknown := [name for name in heads if name not in TITLES]:
     raise ValueError(f'heads has {unknown[0]!r}; the test knows {", ".join(TITLES)}')
+  x = np.asanyarray(x)  # keeps a memory map
+  if x.ndim != 2:
+    raise ValueError(f'x has shape {x.shape}; it must be [N, D]')
   start = time.perf_counter()
   classes = None if location is None else np.arange(location[0].shape[1])
   rng = np.random.default_rng(seed)

@@ -307,6 +307,8 @@ def test_the_start_is_a_fit_to_the_same_rows():
   for start in (DetClassifier(0.5).fit(x, y), DetClassifier().fit(x[1:], y[1:])):
     with pytest.raises(ValueError, match='start must be a DetClassifier fitted to the same rows'):
       HetClassifier(**SMALL).fit(x, y, start=start)
+  with pytest.raises(ValueError, match='hidden_layers and solver'):
+    HetClassifier(solver='adam', **SMALL).fit(x, y, start=DetClassifier(tol=0.1).fit(x, y))
   with pytest.raises(ValueError, match='start has the objective .* fitted to the same labels'):
     HetClassifier(C_noise=0).fit(x, (y + 1) % 4, start=DetClassifier(tol=0.1).fit(x, y))
   with pytest.raises(ValueError, match='start needs one tau'):

@@ -91,7 +91,7 @@ def test_several_labels_and_a_given_location():
   settings = {'heads': ['het_xl'], 'num_factors': 2, 'progress': False}
   shares = 0.9 * np.eye(K)[y] + 0.1 / K
   far = {'tol': 0.1, **settings}  # from the optimum, which is not what these two are about
-  assert noise_test(x, shares, **far).nll > 0
+  assert noise_test(x.tolist(), shares, **far).nll > 0
   on = np.eye(K, dtype=int)[y]
   assert noise_test(x, on, **far).tested[0].gain.shape == (4000,)
   # DET's own optimum, given, is refitted by little.
@@ -127,5 +127,7 @@ def test_the_main_and_its_errors(tmp_path, run_main):
       noise_test(x, y, progress=False, **changes)
   with pytest.raises(ValueError, match='NaN'):
     noise_test(np.where(x > 3, np.nan, x), y, progress=False)
+  with pytest.raises(ValueError, match=r'x has shape \(4000,\)'):
+    noise_test(x[:, 0], y, progress=False)
   with pytest.raises(ValueError, match='1 class'):
     noise_test(x, np.zeros(4000, int), progress=False)
