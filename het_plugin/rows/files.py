@@ -19,6 +19,7 @@ Features in a .npy file have their labels in a second file.
 """
 
 import contextlib
+import difflib
 import json
 import os
 import zipfile
@@ -43,6 +44,8 @@ LABEL_NAMES = ('label', 'labels', 'y', 'target', 'targets')
 VALUE_NAMES = ('log_prob', 'prob', 'logits')
 DTYPES = ('float32', 'bfloat16', 'float16')
 SUFFIXES = ('.npz', '.safetensors', '.npy')
+_OPTIONAL = 'index', 'label_weight', 'annotator', 'class_name'
+_SIMILAR = 0.85  # least similarity of the name of an array to one that was probably meant
 _PER_EXAMPLE = ('expected_entropy', 'nll')
 _SHOWN = 8  # arrays in an error
 _JSON = ('provenance', 'checksums', 'digest')  # of an .npz file
@@ -318,6 +321,10 @@ def _parse(
   link = about.get('link', votes.LINKS[0])
   if link not in votes.LINKS:
     raise ValueError(f'link is {link!r}; it must be one of {", ".join(votes.LINKS)}')
+  absent = set(_OPTIONAL) - set(arrays)
+  for name in set(arrays) - set(_OPTIONAL):  # it would be left out
+    if similar := difflib.get_close_matches(name, absent, 1, _SIMILAR):
+      raise ValueError(f'it has the array {name!r}: did you mean {similar[0]!r}?')
   columns = {}
   if column == 'log_prob' or 'log_prob' in arrays:  # beside features others may be anything
     columns |= _predictions(arrays, link)

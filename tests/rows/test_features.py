@@ -102,6 +102,10 @@ def test_npy_with_labels_and_splits_in_one_file(tmp_path):
       r'labels are \[3, 3\] of 0 and 1, which mark classes',
     ),
     (
+      dict(features=np.ones((1, 1)), label=np.zeros(1, int), class_names=np.array(['cat'])),
+      "it has the array 'class_names': did you mean 'class_name'",
+    ),
+    (
       dict(features=np.ones((1, 1)), label=np.zeros(1, int), label_weight=np.ones(1, int)),
       r'label_weight is int64 \[1\]; it must be floating point \[1, 1\]',
     ),
