@@ -123,8 +123,6 @@ def check_integrator(integrator: AnyIntegrator) -> None:
 
 def row_keys(key: jax.Array, num_rows: int) -> jax.Array:
   """A typed PRNG key [num_rows] for each row of a batch, from a typed or a raw key."""
-  if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-    key = jax.random.wrap_key_data(key)
   return example_keys(key, jnp.arange(num_rows))
 
 

@@ -39,19 +39,20 @@ def example_keys(key: jax.Array, index: jax.Array) -> jax.Array:
     index: int32 [B], the identity of each example, such as its position in the global order.
 
   Returns:
-    Typed keys [B].
+    Typed keys [B] of the kind 'threefry2x32', whatever the kind of `key`.
   """
-  return jax.vmap(jax.random.fold_in, (None, 0))(_typed(key), index)
+  return jax.vmap(jax.random.fold_in, (None, 0))(_threefry(key), index)
 
 
 def shared_key(key: jax.Array) -> jax.Array:
   """A typed or raw PRNG key as typed keys [1], which an integrator uses for all examples."""
-  return _typed(key)[None]
+  return _threefry(key)[None]
 
 
-def _typed(key):
-  is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-  return key if is_typed else jax.random.wrap_key_data(key)
+def _threefry(key):
+  # Numbers of the kinds 'rbg' and 'unsafe_rbg' depend on the other keys of a `jax.vmap`: then a
+  # draw would depend on the batch and the chunk, and antithetic pairs would be none.
+  return jax.random.wrap_key_data(jax.random.key_data(key)[:2], impl='threefry2x32')
 
 
 def iid(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array:

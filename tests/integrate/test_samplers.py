@@ -21,6 +21,7 @@ from het_plugin.integrate import (
   antithetic,
   example_keys,
   iid,
+  shared_key,
   sobol,
 )
 from het_plugin.integrate.draws import (
@@ -75,6 +76,16 @@ def test_a_draw_depends_on_key_and_index_alone(sampler):
   np.testing.assert_array_equal(whole[1:2], of_one)
   np.testing.assert_array_equal(whole, mapped)
   assert not np.array_equal(whole[0], whole[1])
+
+
+@pytest.mark.parametrize('impl', ['threefry2x32', 'rbg', 'unsafe_rbg'])
+def test_keys_of_any_kind_give_draws_that_do_not_depend_on_the_batch(impl):
+  key = jax.random.key(3, impl=impl)
+  keys, alone = example_keys(key, jnp.arange(3)), example_keys(key, jnp.arange(1, 2))
+  index = np.arange(2)
+  np.testing.assert_array_equal(antithetic(keys, index, 3)[1:2], antithetic(alone, index, 3))
+  for z in antithetic(keys, index, 3), antithetic(shared_key(key), index, 3):
+    np.testing.assert_array_equal(z[:, 0], -z[:, 1])
 
 
 def test_antithetic_pairs_are_exact_and_their_heads_independent():
