@@ -215,9 +215,10 @@ def variances(noise: LowRank) -> jax.Array:
 
 def _projected_marginals(chunk_bytes, noise, projection, mean, inverse):
   limit = max(1, chunk_bytes // BUDGET_SHARE // placement.bytes_per_device(mean))
-  num_groups = -(-noise.num_factors // limit)
-  size = -(-noise.num_factors // num_groups)
-  num_streamed = (-(-noise.num_factors // size) - 1) * size
+  num_factors = max(1, noise.num_factors)  # without factors there is one group, and it is empty
+  num_groups = -(-num_factors // limit)
+  size = -(-num_factors // num_groups)
+  num_streamed = (-(-num_factors // size) - 1) * size
   # phi, d and the last group share one product with W.
   rows = [noise.replace(loading=noise.loading[..., num_streamed:, :]).dense_loading()]
   if noise.remainder == 'rank_one':

@@ -192,6 +192,18 @@ def test_what_is_not_exact_is_refused_or_sampled():
     Integrator(num_samples=3).nll(logits, pad(LABELS))
 
 
+def test_noise_without_factors_is_that_of_its_remainder():
+  logits = gaussian(make('shared_w', full=True, dtype=jnp.float32), 'shared_w', link='sigmoid')
+  loading = logits.covariance.loading
+
+  @jax.jit
+  def found(loading):
+    covariance = logits.covariance.replace(loading=loading)
+    return EXACT.log_prob(logits.replace(covariance=covariance))
+
+  np.testing.assert_allclose(found(loading[:, :0]), found(0.0 * loading), rtol=1e-5)
+
+
 def test_mean_field_takes_the_same_variances():
   """A baseline for diagonal remainders under a projection, too."""
   logits = gaussian(make('linear', dtype=jnp.float32), 'linear', 'diag', 'sigmoid')
