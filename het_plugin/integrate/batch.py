@@ -70,9 +70,10 @@ class BatchPlan:
 
 def plan_batch(caller, rows, columns, dtype, chunk_bytes):
   """The `BatchPlan` of a loss over rows and columns [B, D]; errors name the caller."""
-  if rows.shape != columns.shape or rows.ndim != 2:
+  if rows.shape != columns.shape or rows.ndim != 2 or len(rows) == 0:
     raise ValueError(
-      f'{caller}: rows {rows.shape} and columns {columns.shape} must be of one shape [B, D]'
+      f'{caller}: rows {rows.shape} and columns {columns.shape} must be of one shape [B, D], with '
+      'B at least 1'
     )
   if chunk_bytes < 1:
     raise ValueError(f'{caller}: chunk_bytes={chunk_bytes} must be at least 1')

@@ -82,7 +82,7 @@ def symmetric_nll(
     (rows to columns, columns to rows).
 
   Raises:
-    ValueError: the shapes of rows and columns differ, or chunk_bytes is below 1.
+    ValueError: the shapes of rows and columns differ, B is 0, or chunk_bytes is below 1.
   """
   plan = plan_batch('symmetric_nll', rows, columns, dtype, chunk_bytes)
   valid = is_real_pair(mask, len(rows))

@@ -437,12 +437,16 @@ def test_products_of_a_mean_loss(loss, products, chunks):
   'change, words',
   [
     ({'columns': jnp.zeros((4, D))}, r'rows \(16, 6\) and columns \(4, 6\) must be of one shape'),
+    (
+      {'rows': jnp.zeros((0, D)), 'columns': jnp.zeros((0, D))},
+      r'must be .* \[B, D\], with B at least',
+    ),
     ({'chunk_bytes': 0}, 'chunk_bytes=0 must be at least 1'),
   ],
 )
 def test_bad_arguments_are_one_sentence(change, words):
-  arrays = {**make(), **{n: x for n, x in change.items() if n == 'columns'}}
-  settings = {n: x for n, x in change.items() if n != 'columns'}
+  settings = {n: x for n, x in change.items() if n == 'chunk_bytes'}
+  arrays = {**make(), **{n: x for n, x in change.items() if n not in settings}}
   with pytest.raises(ValueError, match=f'symmetric_nll: .*{words}'):
     deterministic(arrays, weights_of(), **settings)
   with pytest.raises(ValueError, match=f'batch_nll: .*{words}'):
