@@ -51,6 +51,7 @@ from het_plugin.integrate import (
   unit_length,
 )
 from het_plugin.integrate.batch_softmax import CHUNK_BYTES
+from het_plugin.integrate.samplers import checked_keys
 
 Temperature = FixedTemperature | LearnedTemperature | LogitScale
 
@@ -255,15 +256,14 @@ def contrastive_nll(
     they are used at test time; with noise this takes a second matrix product.
 
   Raises:
-    ValueError: there is noise but no keys.
+    ValueError: there is noise, but no typed keys.
   """
   alpha, beta = pairs.representations()
   if integrator is None or pairs.image_to_text is None or pairs.text_to_image is None:
     return symmetric_nll(
       alpha, beta, pairs.temperature, mask, dtype=pairs.dtype, chunk_bytes=chunk_bytes
     )
-  if keys is None:
-    raise ValueError('contrastive_nll: pairs with noise need keys, one per example (example_keys)')
+  keys = checked_keys('contrastive_nll', keys, len(alpha))
   plain = symmetric_nll(
     *jax.lax.stop_gradient((alpha, beta, pairs.temperature)),
     mask,
@@ -333,7 +333,7 @@ def class_log_prob(
     float32 [B, K].
 
   Raises:
-    ValueError: there is noise but no keys.
+    ValueError: there is noise, but no typed keys.
   """
   weights = class_embeddings.astype(dtype)
   num_classes = len(class_embeddings)
@@ -342,8 +342,6 @@ def class_log_prob(
   logits = GaussianLogits(location, None, None, jnp.asarray(temperature), num_classes)
   if covariance is None or integrator is None:
     return Integrator().log_prob(logits, keys)
-  if keys is None:
-    raise ValueError('class_log_prob: noise needs keys, one per example (example_keys)')
   projection = Linear(weights.T)
   if post_normalization:
     projection = Opaque(representation, weights, get_logits)

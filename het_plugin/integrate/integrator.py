@@ -418,13 +418,7 @@ class Integrator:
 
   def _plan(self, logits, keys, chunk_size):
     self._is_exact(logits)  # refuses where method='exact' cannot be met
-    given, batch = np.shape(keys), logits.location.shape[0]
-    is_typed = keys is not None and jnp.issubdtype(jnp.result_type(keys), jax.dtypes.prng_key)
-    if not is_typed or given not in ((batch,), (1,)):
-      raise ValueError(
-        f'Integrator: samples need typed keys [{batch}], one per example (example_keys); got '
-        f'{"none" if keys is None else f"{jnp.result_type(keys)} {list(given)}"}'
-      )
+    samplers.checked_keys('Integrator', keys, logits.location.shape[0])
     order = self.order
     return make_plan(logits, self.num_samples, self._sampler, order, chunk_size, self.chunk_bytes)
 

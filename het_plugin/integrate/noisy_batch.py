@@ -30,6 +30,7 @@ from het_plugin.integrate.batch import (
 )
 from het_plugin.integrate.gaussian import GaussianLogits, Linear, LowRank, Opaque
 from het_plugin.integrate.integrator import Integrator
+from het_plugin.integrate.samplers import checked_keys
 
 _SHARED: Any = None  # in the place of a J that all rows share
 
@@ -76,7 +77,8 @@ def batch_nll(
     float32 [B], nats; 0 where the mask is 0.
 
   Raises:
-    ValueError: the shapes of rows and columns differ, or chunk_bytes is below 1.
+    ValueError: the shapes of rows and columns differ, B is 0, chunk_bytes is below 1, or the keys
+      are not typed or not one per example.
   """
   plan = plan_batch('batch_nll', rows, columns, dtype, chunk_bytes)
   noisy = _NoisyPlan(
@@ -87,7 +89,7 @@ def batch_nll(
   )
   valid = is_real_pair(mask, len(rows))
   rows, columns = (real_rows(x, valid, plan.accumulate) for x in (rows, columns))
-  keys = jnp.broadcast_to(keys, (len(rows),))
+  keys = jnp.broadcast_to(checked_keys('batch_nll', keys, len(rows)), (len(rows),))
   own, loading = covariance, None
   if covariance.scale is not None:  # all rows share J
     own, loading = dataclasses.replace(covariance, loading=_SHARED), covariance.loading

@@ -49,6 +49,18 @@ def shared_key(key: jax.Array) -> jax.Array:
   return _threefry(key)[None]
 
 
+def checked_keys(owner: str, keys: jax.Array | None, batch_size: int) -> jax.Array:
+  """The keys. Raises ValueError, naming the owner, if they are no typed PRNG keys [B] or [1]."""
+  given = np.shape(keys)
+  is_fit = given in ((batch_size,), (1,))
+  if keys is None or not is_fit or not jnp.issubdtype(jnp.result_type(keys), jax.dtypes.prng_key):
+    raise ValueError(
+      f'{owner}: samples need typed keys [{batch_size}], one per example (example_keys); got '
+      f'{"none" if keys is None else f"{jnp.result_type(keys)} {list(given)}"}'
+    )
+  return keys
+
+
 def _threefry(key):
   # Numbers of the kinds 'rbg' and 'unsafe_rbg' depend on the other keys of a `jax.vmap`: then a
   # draw would depend on the batch and the chunk, and antithetic pairs would be none.

@@ -195,7 +195,7 @@ def test_class_log_prob(post_normalization):
   expected = log_softmax(alpha @ classes.T / float(tau))
   for x in without:
     np.testing.assert_allclose(x, expected, rtol=2e-5, atol=2e-6)
-  with pytest.raises(ValueError, match='noise needs keys'):
+  with pytest.raises(ValueError, match=r'need typed keys \[.*got none'):
     class_log_prob(pairs.alpha, embeddings, tau, pairs.image_to_text, integrator)
 
 
@@ -258,5 +258,7 @@ def test_bad_settings_are_one_sentence(head, rows, words):
 def test_noise_without_keys_is_refused():
   head = ContrastiveHetXL(num_factors=R)
   pairs = jax.jit(pairs_of, static_argnums=0)(head, init(head))
-  with pytest.raises(ValueError, match='need keys'):
-    contrastive_nll(pairs, Integrator(1, sampler='iid'))
+  raw = jax.random.split(jax.random.PRNGKey(0), B)
+  for keys in (None, 0, raw, raw[0], jax.random.key(0), example_keys(raw[0], jnp.arange(B - 1))):
+    with pytest.raises(ValueError, match=r'contrastive_nll: samples need typed keys \[5\]'):
+      contrastive_nll(pairs, Integrator(1, sampler='iid'), keys)
