@@ -55,6 +55,7 @@ from het_plugin.integrate.gaussian import (
   project,
 )
 from het_plugin.integrate.integrator import check_labels, check_sigmoid, multi_hot
+from het_plugin.integrate.placement import on_mesh_of_caller
 
 LAMBDA_0 = math.pi / 8
 CHUNK_BYTES = 2**28  # budget for projected factors per device
@@ -156,7 +157,9 @@ class Analytic:
     """Negative log-likelihood [B] of int32 labels [B] or [B, L], as `Integrator.nll` defines it;
     `keys` is ignored.
     """
-    logits = checked(logits)
+    return on_mesh_of_caller(self._nll, 'b', checked(logits), labels)
+
+  def _nll(self, logits, labels):
     labels = check_labels(logits, labels)
     if logits.link == 'softmax':
       listed = labels >= 0
@@ -170,7 +173,7 @@ class Analytic:
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """log p(k | x) [B, Kp], as `Integrator.log_prob` defines it; `keys` is ignored."""
-    return ESTIMATORS[self.method](checked(logits))
+    return on_mesh_of_caller(ESTIMATORS[self.method], 'bk', checked(logits))
 
   def log_odds(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """The log odds of the classes [B, Kp], as `Integrator.log_odds` defines them; `keys` is

@@ -20,6 +20,7 @@ from het_plugin.integrate import (
   mean_field,
   taylor,
 )
+from tests.meshes import make_mesh
 
 B, K, KP, D, R = 2, 5, 8, 6, 1
 KINDS = ('identity', 'hash', 'linear')
@@ -82,6 +83,18 @@ def test_same_conventions_as_the_integrator(method, link):
   for got, expected in zip(*find(logits), strict=True):
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('method', ESTIMATORS)
+def test_the_mesh_may_have_explicit_axes(method):
+  logits, labels = make('identity', 'softmax'), jnp.arange(B)
+  find = jax.jit(Analytic(method).nll)
+  mesh = make_mesh(2, 2, kind=jax.sharding.AxisType.Explicit)
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data', 'model'))
+  placed = logits.replace(location=jax.device_put(logits.location, sharding))
+  with jax.set_mesh(mesh):
+    got = find(placed, labels)
+  np.testing.assert_allclose(got, find(logits, labels), rtol=1e-5)
 
 
 @pytest.mark.slow
