@@ -223,8 +223,8 @@ def report(
   ]
   head = settings.heads[0]
   notes = [
-    'The error is over examples. That the location may be wrong, and that the confusions are '
-    'estimated, is not in it: the true error is larger.'
+    'The error is over examples. That the location may be wrong is not in it: the true error is '
+    'larger.'
   ]
   if failures:
     notes.append(f'{_unfinished(failures, "--max_iter", settings)}.')

@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 from scipy import sparse
-
-from het_plugin.measures import uncertainty
+from scipy.sparse import linalg
 
 KINDS = ('wrong', 'ambiguous', 'fine')
 UNSURE = 0.5  # the location is unsure of a row if no class is more probable than this
 BLOCK_BYTES = 2**24  # of the rows whose posteriors are in memory at one time
 _LEAST_RATE, _LEAST_ROWS = 0.0005, 0.5  # of a pair of classes; less comes of rounding
+_LEAST_FREE = 1e-30  # lower rates are at their bound, 0, and their scores may overflow
+_RIDGE = 1e-6  # of F: where p tells nothing of T, the error of the share is large and not 0 / 0
 _MAX_ROUNDS = 500
 _TOLERANCE = 1e-6  # nats per example
 
@@ -44,8 +45,9 @@ class Audit:
     confusions: float64 [K, K], T: the share of people who write y for the truth k.
     classes: float64 [K], the share of examples whose truth is k.
     ids: int or text [K], the classes, in the order of the columns.
-    share: the share of wrong labels, with its standard error over examples, given T.
-    share_error: that standard error; None for one example.
+    share: the share of wrong labels.
+    share_error: its standard error over examples, which T is estimated from as well (the delta
+      method). It takes p as it is. 1/2 if p tells nothing of T; None for one example.
   """
 
   probability: np.ndarray
@@ -124,7 +126,7 @@ def audit(p: np.ndarray, label: np.ndarray) -> Audit:
     classes=classes,
     ids=np.arange(num_classes),
     share=float(wrong.mean()),
-    share_error=uncertainty.stderr(wrong),
+    share_error=_share_error(p, label, confusions, classes, wrong),
   )
 
 
@@ -140,6 +142,60 @@ def _posteriors(
     likelihood = np.maximum(q.sum(axis=1), np.finfo(np.float64).tiny)
     q /= likelihood[:, None]
     yield rows, part, q, likelihood
+
+
+def _share_error(
+  p: np.ndarray, label: np.ndarray, t: np.ndarray, classes: np.ndarray, wrong: np.ndarray
+) -> float | None:
+  """The standard error of the mean of `wrong`, at most 1/2; None for one row.
+
+  Row i moves T by F^-1 s_i / N, where s_i is the gradient of its log-likelihood and F, in blocks of
+  one label, the mean of s_i s_i'. The share moves by its gradient g times that: with
+  m_i = g' F^-1 s_i the variance is that of wrong + m, over N, and that of m is g' F^-1 g.
+  """
+  num_rows, num_classes = p.shape
+  if num_rows == 1:
+    return None
+  free = t > _LEAST_FREE
+  root = np.where(free, np.sqrt(t), 0.0)
+  size = np.maximum((root**2).sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
+  # With sure p, F is near the identity in units of the standard errors of rates.
+  unit = root / np.sqrt(np.maximum(classes, 1.0 / num_rows))[:, None]
+
+  def tangent(z):  # the rates of a truth sum to 1
+    return np.where(free, z - root * ((root * z).sum(axis=1, keepdims=True) / size), 0.0)
+
+  def scores():
+    for rows, part, _, likelihood in _posteriors(p, label, t):
+      y = label[rows]
+      yield rows, y, np.where(free.T[y], part / likelihood[:, None], 0.0)
+
+  def summed(weight):  # sum_i weight(y, s)_i s_i / N, [K, K]
+    total = np.zeros_like(t)  # [label, truth]
+    for _, y, s in scores():
+      one = weight(y, s), y, np.arange(len(y) + 1)
+      total += sparse.csc_array(one, shape=(num_classes, len(y))) @ s
+    return total.T / num_rows
+
+  def times_fisher(z):
+    v = (unit * tangent(z.reshape(t.shape))).T  # [label, truth]
+    of_rows = tangent(unit * summed(lambda y, s: (s * v[y]).sum(axis=1)))
+    return of_rows.ravel() + _RIDGE * z
+
+  def right(y, s):  # the probability that a label is right, q_iy = T_yy s_iy
+    return np.diagonal(t)[y] * s[np.arange(len(y)), y]
+
+  # The gradient of 1 - q_iy is q_iy s_i, and -s_iy more for T_yy. Where the likelihood is largest,
+  # the mean of s_iy is the share of the truth y.
+  gradient = summed(right) - np.diag(classes)
+  g = tangent(unit * gradient).ravel()
+  # The stub has the arguments of LinearOperator's subclasses.
+  fisher = linalg.LinearOperator((g.size, g.size), times_fisher, dtype=np.float64)  # ty: ignore[parameter-already-assigned]
+  z, _ = linalg.cg(fisher, g, rtol=1e-3, maxiter=100)
+  v = (unit * tangent(z.reshape(t.shape))).T
+  covariance = sum(wrong[rows] @ (s * v[y]).sum(axis=1) for rows, y, s in scores()) / num_rows
+  # The mean of m is 0.
+  return float(min(np.sqrt((wrong.var() + 2 * covariance + g @ z) / num_rows), 0.5))
 
 
 def _confusions(p: np.ndarray, label: np.ndarray) -> np.ndarray:

@@ -29,7 +29,6 @@ def test_the_share_and_the_confusions_of_people_are_found(known):
   found = audit(p, label)
   np.testing.assert_allclose(found.confusions, T, atol=0.02)
   assert abs(found.share - (label != truth).mean()) < 3 * found.share_error
-  assert found.share_error == pytest.approx(found.wrong.std() / np.sqrt(20_000), rel=1e-3)
   assert (label != truth)[found.kind == 'wrong'].mean() > 0.8
   assert (found.suggested == truth).mean() > (label == truth).mean() + 0.05
   bins = np.digitize(found.wrong, np.linspace(0, 1, 6))
@@ -43,6 +42,29 @@ def test_the_share_and_the_confusions_of_people_are_found(known):
   assert audit(p, truth).pairs(6) == []
   assert set(found.kind) == {'wrong', 'ambiguous', 'fine'}
   assert (p.max(axis=1)[found.kind == 'ambiguous'] <= 0.5).all()
+
+
+@pytest.mark.parametrize('concentration, given_t', [(0.1, 0.8), (0.5, 0.4)])
+def test_the_error_of_the_share_is_its_spread_over_draws(concentration, given_t):
+  """The error of the mean of `wrong`, which takes T as known, is `given_t` of it."""
+  rng = np.random.default_rng(0)
+  t = np.full((3, 3), 0.1) + 0.7 * np.eye(3)
+  share, error, of_wrong = [], [], []
+  for _ in range(150):
+    p = rng.dirichlet([concentration] * 3, size=500)
+    found = audit(p, drawn(rng, t[drawn(rng, p)]))
+    share.append(found.share)
+    error.append(found.share_error)
+    of_wrong.append(found.wrong.std() / np.sqrt(500))
+  assert np.mean(share) == pytest.approx(0.2, abs=4 * np.std(share) / np.sqrt(150))
+  assert np.mean(error) == pytest.approx(np.std(share), rel=0.2)
+  assert np.mean(of_wrong) == pytest.approx(given_t * np.mean(error), rel=0.1)
+
+
+def test_where_p_tells_nothing_the_error_of_the_share_is_that_of_not_knowing():
+  label = np.arange(200) % 10
+  for p in np.full((200, 10), 0.1), np.random.default_rng(0).dirichlet([1e3] * 10, size=200):
+    assert audit(p, label).share_error == 0.5
 
 
 def test_the_confusions_are_the_maximum_of_the_likelihood():
@@ -66,7 +88,15 @@ def test_blocks_of_a_mapped_file_give_the_same_as_one_block(known, tmp_path, mon
   whole = audit(p, label)
   monkeypatch.setattr(measure, 'BLOCK_BYTES', 8 * 3 * 100)  # 100 rows
   blocked = audit(np.load(tmp_path / 'p.npy', mmap_mode='r'), label)
-  for name in ('probability', 'confidence', 'wrong', 'confusions', 'classes', 'share'):
+  for name in (
+    'probability',
+    'confidence',
+    'wrong',
+    'confusions',
+    'classes',
+    'share',
+    'share_error',
+  ):
     np.testing.assert_allclose(getattr(blocked, name), getattr(whole, name), atol=1e-12)
   for name in ('suggested', 'kind', 'ids'):
     np.testing.assert_array_equal(getattr(blocked, name), getattr(whole, name))
