@@ -1,6 +1,7 @@
 """Results as aligned text for a terminal."""
 
 import io
+import re
 from collections.abc import Sequence
 
 from rich import box, console, table
@@ -66,13 +67,18 @@ def _rendered(
   grid = table.Table(box=_RULES, show_edge=False, show_header=header is not None, pad_edge=False)
   width = len(next(line for section in sections for line in section))
   for i in range(width):
-    title = Text(header[i]) if header else ''
+    title = _cell(header[i]) if header else ''
     grid.add_column(title, justify='left' if left and i == 0 else 'right', no_wrap=True)
   for section in sections:
     for line in section:
-      grid.add_row(*map(Text, line))
+      grid.add_row(*map(_cell, line))
     grid.add_section()
   out = io.StringIO()
   console.Console(file=out, width=10_000, color_system=None, legacy_windows=False).print(grid)
   lines = out.getvalue().replace(_NO_STAR, ' ').splitlines()
   return '\n'.join(line.rstrip() for line in lines)
+
+
+def _cell(text: str) -> Text:
+  """The text on one line: names of classes may have line breaks and tabs, which rich obeys."""
+  return Text(re.sub('[\x00-\x1f\x7f-\x9f\u2028\u2029]', ' ', text))

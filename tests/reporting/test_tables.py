@@ -101,6 +101,15 @@ def test_text_is_aligned_with_references_below_a_rule():
   assert lines[5].index('1.125*') + 5 == header.index('NLL') + 3
 
 
+def test_a_name_with_a_line_break_is_one_line_of_a_table():
+  names = ['a\nb', 'tab\tcat', 'c']
+  rows = [{'name': name, 'nll': float(i), 'note': name} for i, name in enumerate(names)]
+  lines = text_table(rows).splitlines()
+  assert len(lines) == 5
+  assert lines[2].startswith('a b ') and lines[2].endswith(' a b')
+  assert lines[3].startswith('tab cat ') and lines[3].endswith(' tab cat')
+
+
 def test_json_has_plain_values_only(tmp_path):
   path = tmp_path / 'new' / 'rows.json'
   row = {
