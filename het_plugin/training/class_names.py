@@ -37,8 +37,13 @@ def check(setting: str, given: Sequence[str] | None, names: Sequence[str] | None
   on, if both have names.
 
   Raises:
-    ValueError: a name has different numbers. A name that only one of the two has is a warning.
+    ValueError: a name has different numbers, or a given one has a line break, which the file cannot
+      keep. A name that only one of the two has is a warning.
   """
+  if broken := [name for name in given or () if '\n' in name or '\r' in name]:
+    raise ValueError(
+      f'{setting}: the class name {broken[0]!r} has a line break; {FILE} cannot keep it'
+    )
   if not names or not given or tuple(names) == tuple(given):
     return
   number = {name: k for k, name in enumerate(names)}

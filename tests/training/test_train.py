@@ -471,6 +471,8 @@ def test_the_classes_of_a_run_keep_their_numbers(tmp_path, caplog):
   assert class_names.read(tmp_path) == ('ant', 'bee') and 'class ' not in caplog.text
   run('ant', 'wasp')
   assert re.search("class 1 is 'wasp' .*'bee'", caplog.text)
+  with pytest.raises(ValueError, match=r"name=toy: the class name 'b\\ne' has a line break"):
+    run('ant', 'b\ne')
 
 
 def test_warm_start_takes_parameters_only(tmp_path, uninterrupted):
