@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
       examples = Examples.of(F.dataset, F.split)
       if F.checkpoint:
         of_run = F.checkpoint, command_line.gin_settings(), F.dataset, F.output_dir
-        (source,) = represent.files_of(*of_run, [F.split], F.layer)
+        (source,) = represent.files_of('het_plugin.audit', *of_run, [F.split], F.layer)
         _check_suggested(F.suggest, source)
     report = audit.report(source, settings, examples)
     report.write('het_plugin.audit', json=F.json, html=F.html)

@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> None:
         splits = (F.splits or ['train'])[:1]
       else:
         splits = F.splits or ['train', default_split(represent.task_name(F.dataset))]
-      train, *test = represent.files_of(*of_run, splits, F.layer)
+      train, *test = represent.files_of('het_plugin.probe', *of_run, splits, F.layer)
     if F.noise_test:
       report = tested(train, chosen)
     else:

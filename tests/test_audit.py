@@ -131,6 +131,9 @@ def test_a_run_is_represented_and_its_images_shown(digits_det_run, run_main, tmp
     *(audit, f'--checkpoint={run_dir}', '--dataset=digits', '--split=test', '--head=det'),
     *(f'--output_dir={tmp_path}', f'--html={page}', '--folds=2', '--C=1', '--max_iter=20'),
   )
+  (file,) = tmp_path.rglob('test.safetensors')
+  # A command that can be repeated.
+  assert rows_lib.read(str(file)).provenance['command'].startswith('python -m het_plugin.audit ')
   images, labels = tasks.get_task('digits').examples.read('test', np.arange(359), 8, 0)
   shown = sum(pictures(page.read_text()).values(), [])
   assert shown

@@ -42,11 +42,13 @@ def represent(
   max_examples: int | None = None,
   image_size: int | None = None,
   overwrite: bool = False,
+  program: str = _PROGRAM,
 ) -> dict[str, Any]:
   """Extracts layers of the splits of a data set.
 
-  `gin_settings` go to `runs.open_run`; the others are flags of `het_plugin.represent`. Returns the
-  checkpoint and, under 'files', a row per file (process 0).
+  `gin_settings` go to `runs.open_run`, and `program` is the main, for the provenance; the others
+  are flags of `het_plugin.represent`. Returns the checkpoint and, under 'files', a row per file
+  (process 0).
   """
   _check_output(output_dir)
   if not layers:
@@ -88,7 +90,7 @@ def represent(
   written = {x: SplitFiles(folder, x, f'.{format}', {**made_from, 'split': x}) for x in names}
   # All errors of settings are found before the first split is begun.
   pending = {split: written[split].pending(layers, overwrite) for split in names}
-  provenance = {'checkpoint': run.checkpoint, **reporting.provenance(_PROGRAM)}
+  provenance = {'checkpoint': run.checkpoint, **reporting.provenance(program)}
   rows = []
   for split, left in pending.items():
     speed, start = {}, time.monotonic()
@@ -117,6 +119,7 @@ def represent(
 
 
 def files_of(
+  program: str,
   checkpoint: str,
   gin_settings: GinSettings,
   dataset: str,
@@ -125,7 +128,7 @@ def files_of(
   layer: str,
 ) -> list[str]:
   """The files of a layer of splits, written by `represent` if they are not there."""
-  where = {'splits': ','.join(splits), 'layers': [layer]}
+  where = {'splits': ','.join(splits), 'layers': [layer], 'program': program}
   made = represent(checkpoint, gin_settings, dataset, output_dir, **where)
   return [row['file'] for row in made['files']]
 
