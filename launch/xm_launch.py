@@ -85,12 +85,13 @@ def local_command(job: sweep.Job) -> list[str]:
 
 def vertex_requirements(name: str | None) -> dict[str, int]:
   """The arguments of xm.JobRequirements for a topology."""
-  generation, shape = topology.parse(name or '')
-  if generation not in ('v2', 'v3'):
+  name = name or ''
+  if name.partition(':')[0] not in ('v2', 'v3'):
     raise ValueError(
-      f'--topology={name}: XManager on Vertex supports TPU v2 and v3 only; use '
+      f'--topology={name}: XManager on Vertex supports TPU v2 and v3 only, such as v3:2x2; use '
       '--executor=gke or launch/tpu_vm.sh'
     )
+  generation, shape = topology.parse(name)
   chips = math.prod(map(int, shape.split('x')))
   return {f'tpu_{generation}': chips * VERTEX_CORES_PER_CHIP}
 

@@ -53,10 +53,10 @@ def parse_slice(name: str, num_slices: int = 1) -> tuple[str, str, int]:
   Raises:
     ValueError: GKE does not have the topology, or cannot combine several slices of it.
   """
-  generation, shape = topology.parse(name)
-  if generation not in ACCELERATORS:
+  if name.partition(':')[0] not in ACCELERATORS:
     known = ', '.join(ACCELERATORS)
-    raise ValueError(f'--topology={name}: GKE has no {generation} slices: choose from {known}')
+    raise ValueError(f'--topology={name}: GKE has slices of {known}; write v5e:4x4, for example')
+  generation, shape = topology.parse(name)
   chips = math.prod(map(int, shape.split('x')))
   hosts = chips // CHIPS_PER_HOST
   if chips % CHIPS_PER_HOST:

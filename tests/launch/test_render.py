@@ -192,6 +192,7 @@ def test_spot_and_reservations_are_node_labels():
   ('changes', 'words'),
   [
     ({'topology': 'v2:4x4'}, '--topology=v2:4x4: '),
+    ({'topology': None}, '--topology=: GKE has slices of v3, .* v5e:4x4'),
     ({'topology': 'v5e:2x2', 'num_slices': 2}, '--num_slices=2 .*v5e:2x2'),
     ({'name': 'Het_XL'}, '--name=Het_XL '),
     ({'image': ''}, '--image .*launch/Dockerfile'),
