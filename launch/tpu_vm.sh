@@ -35,8 +35,10 @@ SCRATCH="$(mktemp -d)"
 trap 'rm -rf "$SCRATCH"' EXIT
 REMOTE=het_plugin # the checkout, in the home folder of each host
 GONE='no supervisor runs'
-# Prints supervisor.json, and $GONE first if no supervisor has locked it. The file is only read: flock would make one.
-LOOK="{ flock --nonblock 9 && echo '$GONE'; } 9<$REMOTE/run/supervisor.json; cat $REMOTE/run/supervisor.json"
+# Prints supervisor.json, and $GONE first if no supervisor has locked it, or $GONE alone if there is no such file. The file is
+# only read: flock would make one.
+LOOK="test -e $REMOTE/run/supervisor.json || { echo '$GONE'; exit; }; \
+{ flock --nonblock 9 && echo '$GONE'; } 9<$REMOTE/run/supervisor.json; cat $REMOTE/run/supervisor.json"
 NAME='' ZONE='' PROJECT='' TOPOLOGY='' MODEL_DIR='' INTO=''
 NUM_SLICES=1 MAX_ATTEMPTS=100 POLL_SECONDS=60 SPOT=false DRY_RUN=false
 TRAIN_ARGUMENTS=()
@@ -88,19 +90,26 @@ parse_arguments() {
   fi
 }
 
-# Sets ACCELERATOR and RUNTIME (https://cloud.google.com/tpu/docs/runtimes). Names of v5e and v6e count chips; the others
-# count cores, two per chip.
+# Sets ACCELERATOR and RUNTIME (https://cloud.google.com/tpu/docs/runtimes). A slice of three dimensions is requested by its
+# shape. The number of chips of the others tells their shape: names of v5e and v6e count chips, and of v2 and v3 cores, two
+# per chip.
 parse_topology() {
   local generation="${TOPOLOGY%%:*}" shape="${TOPOLOGY#*:}"
   check topology "$TOPOLOGY" '[a-z0-9]+:[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){1,2}' 'a generation and a shape in chips, such as v5e:4x4'
-  local chips=$((${shape//x/ * }))
+  local chips=$((${shape//x/ * })) sides=(${shape//x/ })
   case "$generation" in
-    v2 | v3 | v4) ACCELERATOR="$generation-$((2 * chips))" RUNTIME=tpu-ubuntu2204-base ;;
-    v5e) ACCELERATOR="v5litepod-$chips" RUNTIME=v2-alpha-tpuv5-lite ;;
-    v5p) ACCELERATOR="v5p-$((2 * chips))" RUNTIME=v2-alpha-tpuv5 ;;
-    v6e) ACCELERATOR="v6e-$chips" RUNTIME=v2-alpha-tpuv6e ;;
+    v2 | v3) ACCELERATOR=("--accelerator-type=$generation-$((2 * chips))") RUNTIME=tpu-ubuntu2204-base ;;
+    v4) ACCELERATOR=("--type=v4" "--topology=$shape") RUNTIME=tpu-ubuntu2204-base ;;
+    v5e) ACCELERATOR=("--accelerator-type=v5litepod-$chips") RUNTIME=v2-alpha-tpuv5-lite ;;
+    v5p) ACCELERATOR=("--type=v5p" "--topology=$shape") RUNTIME=v2-alpha-tpuv5 ;;
+    v6e) ACCELERATOR=("--accelerator-type=v6e-$chips") RUNTIME=v2-alpha-tpuv6e ;;
     *) wrong "--topology=$TOPOLOGY: queued resources here are v2, v3, v4, v5e, v5p or v6e" ;;
   esac
+  if [[ "${ACCELERATOR[0]}" == --type=* ]]; then
+    ((${#sides[@]} == 3)) || wrong "--topology=$TOPOLOGY: a slice of $generation has 3 dimensions, as 2x2x1"
+  elif ((${#sides[@]} != 2 || (sides[1] != sides[0] && sides[1] != 2 * sides[0]))); then
+    wrong "--topology=$TOPOLOGY: a slice of $generation is N x N or N x 2N chips, as 4x4 or 4x8"
+  fi
 }
 
 # Runs gcloud with zone and project; with --dry_run prints the command instead.
@@ -112,7 +121,7 @@ cloud() {
     printf '%q ' "${command[@]}"
     echo
   else
-    "${command[@]}"
+    "${command[@]}" || return 1 # exit codes of gcloud and ssh are others than those above
   fi
 }
 
@@ -133,7 +142,7 @@ resource_state() {
 }
 
 create_request() {
-  local request=("--accelerator-type=$ACCELERATOR" "--runtime-version=$RUNTIME")
+  local request=("${ACCELERATOR[@]}" "--runtime-version=$RUNTIME")
   if ((NUM_SLICES > 1)); then
     request+=("--node-count=$NUM_SLICES" "--node-prefix=$NAME")
   else
@@ -209,11 +218,14 @@ start() {
   if ((NUM_SLICES > 1)); then arguments="--gin.PjitPartitioner.num_replicas=$NUM_SLICES "; fi
   arguments+="$(printf '%q ' "${TRAIN_ARGUMENTS[@]}" "--gin.MODEL_DIR='$MODEL_DIR'")"
   on_all_hosts "cd $REMOTE; JAX_PLATFORMS=tpu,cpu setsid nohup .venv/bin/python -m launch.supervise --folder=run \
--- .venv/bin/python -m het_plugin.train $arguments > run.out 2>&1 < /dev/null & sleep 5; cat run.out"
+-- .venv/bin/python -m het_plugin.train $arguments > run.out 2>&1 < /dev/null & sleep 5; cat run.out" | tee "$SCRATCH/started" || return 1
+  if grep -q 'is in use' "$SCRATCH/started"; then
+    say "$NAME: training runs already, with the arguments that it was started with"
+  fi
 }
 
-# Prints the first host's exit code of training, 'running', or 'unreachable'. If its supervisor was killed, the code is that of
-# SIGKILL. A host that lost its peers ends with a signal's code; then that of the host which failed first counts.
+# Prints the first host's exit code of training, 'running', or 'unreachable'. If its supervisor was killed, or never started, the
+# code is that of SIGKILL. A host that lost its peers ends with a signal's code; then that of the host which failed first counts.
 training_state() {
   local out code
   if ! out="$(on_first_host "$LOOK" 2>/dev/null)"; then
@@ -294,7 +306,7 @@ status() {
   state="$(resource_state)" || exit 1
   echo "$NAME: $state"
   if [[ "$state" == ACTIVE ]]; then
-    on_first_host "$LOOK; echo; tail -n 20 $REMOTE/run/supervisor.log" || echo 'training was not started'
+    on_first_host "$LOOK; echo; tail -n 20 $REMOTE/run/supervisor.log" || die "$NAME: the first host does not answer"
   fi
 }
 
@@ -314,4 +326,5 @@ delete() {
 }
 
 parse_arguments "$@"
+$DRY_RUN || type gcloud > /dev/null 2>&1 || die 'there is no gcloud here: see https://cloud.google.com/sdk/docs/install'
 "$COMMAND"

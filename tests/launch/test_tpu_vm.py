@@ -167,6 +167,36 @@ def test_a_run_whose_supervisor_was_killed_starts_again(cloud):
   assert cloud.verbs.count('start') == 2
 
 
+@pytest.mark.skipif(sys.platform != 'linux', reason='the hosts of TPUs have Linux')
+def test_a_run_whose_supervisor_never_started_starts_again(cloud):
+  result = cloud.script(*RUN, *TRAIN, codes=['here', '0'])
+  assert result.returncode == 0 and 'exit code 137; resuming' in result.stderr
+  assert cloud.verbs.count('start') == 2
+
+
+def test_a_run_that_trains_already_keeps_its_arguments_and_says_so(cloud):
+  with (cloud.folder / 'bin' / 'gcloud').open('a') as program:
+    program.write('[[ "$*" == *launch.supervise* ]] && echo "Error: run is in use: {}"; true\n')
+  result = cloud.script(*RUN, *TRAIN)
+  assert result.returncode == 0
+  assert 'training runs already, with the arguments that it was started with' in result.stderr
+
+
+def test_a_machine_without_gcloud_is_told_so(tmp_path):
+  for name in ('bash', 'dirname', 'mktemp', 'rm', 'mkdir'):
+    (tmp_path / name).symlink_to(shutil.which(name))
+  for arguments in (['delete', *WHERE], ['collect', *WHERE, '--model_dir=gs://b/x']):
+    result = subprocess.run(
+      ['bash', str(SCRIPT), *arguments],
+      cwd=tmp_path,
+      env={'PATH': str(tmp_path)},
+      capture_output=True,
+      text=True,
+    )
+    assert result.returncode == 1 and 'there is no gcloud here' in result.stderr
+    assert result.stderr.count('\n') == 1 and not (tmp_path / 'runs').exists()
+
+
 def test_a_host_lost_while_installing_is_tried_again(cloud):
   result = cloud.script(*RUN, *TRAIN, fail=['scp', 'uv pip install', 'launch.supervise'])
   assert result.returncode == 0, result.stderr
@@ -210,6 +240,8 @@ def test_a_checkout_that_cannot_be_packed_ends_the_script_before_anything_is_req
 def test_status_and_delete(cloud):
   result = cloud.script('status', *WHERE, codes=['-'])
   assert 'het: ACTIVE' in result.stdout and '"exit_code": null' in result.stdout
+  result = cloud.script('status', *WHERE, codes=['gone'])
+  assert result.returncode == 1 and 'the first host does not answer' in result.stderr
   assert cloud.script('status', *WHERE, states=['SUSPENDED']).stdout == 'het: SUSPENDED\n'
   assert cloud.verbs == ['describe']
   assert cloud.script('delete', *WHERE).returncode == 0
@@ -231,13 +263,14 @@ def test_collect_leaves_the_checkpoints_where_they_are(cloud):
 @pytest.mark.parametrize(
   ('topology', 'accelerator', 'runtime'),
   [
-    ('v4:2x2x2', 'v4-16', 'tpu-ubuntu2204-base'),
-    ('v6e:4x8', 'v6e-32', 'v2-alpha-tpuv6e'),
+    ('v3:4x4', '--accelerator-type=v3-32', 'tpu-ubuntu2204-base'),
+    ('v4:2x2x8', '--type=v4 --topology=2x2x8', 'tpu-ubuntu2204-base'),
+    ('v6e:4x8', '--accelerator-type=v6e-32', 'v2-alpha-tpuv6e'),
   ],
 )
 def test_accelerator_types(cloud, topology, accelerator, runtime):
   result = cloud.script('create', *WHERE, f'--topology={topology}', '--dry_run')
-  assert f'--accelerator-type={accelerator} --runtime-version={runtime} ' in result.stdout
+  assert f' {accelerator} --runtime-version={runtime} ' in result.stdout
   assert '--node-id=het' in result.stdout
 
 
@@ -246,6 +279,9 @@ def test_accelerator_types(cloud, topology, accelerator, runtime):
   [
     (['start', *WHERE], "the first argument is 'start'"),
     (['create', *WHERE, '--topology=v5e:4by4'], 'v5e:4x4'),
+    (['create', *WHERE, '--topology=v5e:2x8'], 'a slice of v5e is N x N or N x 2N chips'),
+    (['create', *WHERE, '--topology=v3:2x2x1'], 'a slice of v3 is N x N or N x 2N chips'),
+    (['create', *WHERE, '--topology=v4:4x4'], 'a slice of v4 has 3 dimensions'),
   ],
 )
 def test_one_sentence_for_a_wrong_setting(cloud, arguments, words):
