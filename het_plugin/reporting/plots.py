@@ -257,7 +257,9 @@ def grid_png(rows: Sequence[Row], measures: Mapping[str, Callable[[Row], float |
       ax.imshow(table, origin='lower', aspect='auto', vmin=min(present), vmax=max(present))
       for (i, j), value in np.ndenumerate(table):
         if np.isfinite(value):
-          ax.text(j, i, f'{value:.3g}', ha='center', va='center', color='white', fontsize=8)
+          light = value > (min(present) + max(present)) / 2  # the cell
+          colour = 'black' if light else 'white'
+          ax.text(j, i, f'{value:.3g}', ha='center', va='center', color=colour, fontsize=8)
       ax.set_xticks(range(len(batches)), batches)
       ax.set_yticks(range(len(samples)), [s or '–' for s in samples])
       ax.set_title(f'{head}: {title}', fontsize=10)

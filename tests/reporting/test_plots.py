@@ -114,3 +114,12 @@ def test_lines_can_be_told_apart():
   styles = style.line_styles('abcdef')
   assert list(styles) == list('abcdef') and len(set(styles.values())) == 6
   assert len({color for color, _ in style.line_styles(map(str, range(40))).values()}) == 40
+
+
+def test_numbers_of_light_cells_of_a_grid_can_be_read():
+  rows = [{'head': 'a', 'b': b, 's': 0, 'x': 88888888.0 * b} for b in (1, 2)]
+  png = reporting.grid_png(rows, {'x': lambda row: row['x']})
+  image = np.asarray(Image.open(io.BytesIO(png)).convert('RGB'), int)
+  light = np.argwhere((abs(image - [253, 231, 37]) < 3).all(-1))
+  (top, left), (bottom, right) = light.min(0) + 5, light.max(0) - 5
+  assert (image[top:bottom, left:right].sum(-1) < 100).sum() > 50
