@@ -12,8 +12,9 @@ _ADVICE = {
   'parameters': 'split them further: a larger model axis (--mesh), or gin/partitioning/fsdp.gin',
   'optimizer state': 'split it further: a larger model axis (--mesh), or gin/partitioning/fsdp.gin',
   'batch': 'a smaller BATCH_SIZE, or a larger data axis (--mesh)',
-  'activations, gradients and samples': "Trainer.num_microbatches = 2 or more, vit.remat = 'full' "
-  "(resnet.remat), vit.dtype = 'bfloat16', a smaller BATCH_SIZE, or a larger data axis (--mesh)",
+  'activations, gradients and samples': "Trainer.num_microbatches = 2 or more, remat = 'full' "
+  "and dtype = 'bfloat16' of the backbone (vit.remat, resnet.remat, convnext.remat), a smaller "
+  'BATCH_SIZE, or a larger data axis (--mesh)',
   'eval step': 'a smaller EVAL_BATCH_SIZE, or a larger data axis (--mesh)',
 }
 

@@ -251,6 +251,7 @@ def test_verdict_names_what_weighs_most_and_repeats_the_compiler():
   assert '20.00 of 16.00 GiB' in text
   assert 'Ran out of memory Used 20.00G of 16.00G' in text
   assert 'activations' in text and 'num_microbatches' in text and 'EVAL_BATCH_SIZE' not in text
+  assert 'convnext.remat' in text
   sharded = dict(plan['bytes_per_device'], parameters=30 * 2**30)
   assert 'fsdp.gin' in report.verdict({**plan, 'bytes_per_device': sharded})
 
