@@ -215,8 +215,9 @@ class ViT(nn.Module):
     name: 'patches' [B, (H/P)(W/P), D], 'block00', 'block01', ... [B, N, D], 'encoder_norm' float32
     [B, N, D] and 'pre_logits', which is phi.
 
-    N counts the patches, and the class token in front of them. H and W are fixed by the position
-    embeddings. `train` applies dropout and stochastic depth, with the 'dropout' rng.
+    N counts the patches, and the class token and the registers in front of them. H and W are fixed
+    by the position embeddings. `train` applies dropout and stochastic depth, with the 'dropout'
+    rng.
     """
     settings = BlockSettings.of(self)
     grid = tuple(n // self.patch_size for n in image.shape[1:3])
