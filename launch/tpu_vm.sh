@@ -96,7 +96,8 @@ parse_arguments() {
 parse_topology() {
   local generation="${TOPOLOGY%%:*}" shape="${TOPOLOGY#*:}"
   check topology "$TOPOLOGY" '[a-z0-9]+:[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){1,2}' 'a generation and a shape in chips, such as v5e:4x4'
-  local chips=$((${shape//x/ * })) sides=(${shape//x/ })
+  local chips=$((${shape//x/ * })) sides
+  IFS=x read -ra sides <<< "$shape"
   case "$generation" in
     v2 | v3) ACCELERATOR=("--accelerator-type=$generation-$((2 * chips))") RUNTIME=tpu-ubuntu2204-base ;;
     v4) ACCELERATOR=("--type=v4" "--topology=$shape") RUNTIME=tpu-ubuntu2204-base ;;
