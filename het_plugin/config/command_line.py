@@ -153,7 +153,8 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
   sys.modules[main.__module__].define_flags()
   screen.define_flags()
   if _HELP & set(sys.argv[1:]):
-    print(help_text(main))
+    with one_sentence_errors():
+      print(help_text(main), flush=True)
     sys.exit(0)
   jax.config.parse_flags_with_absl()
 

@@ -47,6 +47,15 @@ def test_commands_are_listed_and_dispatched():
   )
 
 
+def test_help_into_a_closed_pipe_ends_quietly():
+  read, write = os.pipe()
+  os.close(read)
+  arguments = [sys.executable, '-m', 'het_plugin', 'status', '--help']
+  found = subprocess.run(arguments, cwd=ROOT, stdout=write, stderr=subprocess.PIPE)
+  os.close(write)
+  assert (found.returncode, found.stderr) == (0, b'')
+
+
 COMPLETE = """
 source <("{python}" -m het_plugin completion)
 COMP_WORDS=(het-plugin {words}); COMP_CWORD={last}
