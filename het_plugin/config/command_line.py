@@ -18,6 +18,11 @@ _FLAG_PREFIX = '--gin.'
 _OUT_OF_MEMORY = 'RESOURCE_EXHAUSTED'
 # What is rather bound by a file of ours than by hand.
 _OF_FILES = {'HEAD': 'gin/heads/het_xl.gin', 'BACKBONE': 'gin/models/vit_s_16.gin'}
+# What gin adds to Python's error where a call lacks an argument that no binding gives.
+_UNBOUND = re.compile(
+  r"No values supplied by Gin or caller for arguments: \['(\w+)'.*?In call to configurable '(\w+)'",
+  re.DOTALL,
+)
 _HELP = {'--help', '-h', '-help', '--helpshort', '--helpfull'}
 _WRITTEN = ('csv', 'html', 'json', 'png')  # flags that name a file, which is written at the end
 _OURS = ('het_plugin', 'launch', 'benchmarks', '__main__')  # modules whose flags --help shows
@@ -92,6 +97,9 @@ def one_sentence(error: BaseException) -> str:
     return (
       f'{name} is not set: bind it in a file or with --gin.{name}=VALUE, text in its own quotes'
     )
+  if unbound := _UNBOUND.search(text):
+    name = f'{unbound[2]}.{unbound[1]}'
+    return f'{name} is not set: bind it in a file or with --gin.{name}=VALUE'
   lines = [line.strip() for line in text.splitlines()]
   lines = [line for line in lines if line and not line.startswith('In call to configurable')]
   if isinstance(error, ModuleNotFoundError) and error.name == 't5x':
@@ -114,8 +122,10 @@ def one_sentence_errors(argv: Sequence[str] = ()):
     yield
   except BrokenPipeError:  # of `| head`: nobody reads on
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-  except exit_codes.SETTING_ERRORS as error:
+  except (*exit_codes.SETTING_ERRORS, TypeError) as error:
     if logging.level_debug() or exit_codes.is_lost_connection(error):
+      raise
+    if isinstance(error, TypeError) and not _UNBOUND.search(str(error)):
       raise
     logging.flush()
     print(f'Error: {one_sentence(error)} (--verbosity=1 shows where)', file=sys.stderr)
