@@ -318,6 +318,8 @@ def _check_run(
   """Compares a run with its newest checkpoint, unless that is of step `checked`; returns its
   step, '' if there is none.
   """
+  if model_dir.is_file():
+    raise ValueError(f'model_dir={model_dir} is a file: give a folder')
   newest = checkpoint_reader.newest_record(model_dir)
   step = '' if newest is None else str(newest[0])
   if step not in ('', checked):

@@ -161,6 +161,9 @@ def test_a_training_set_that_is_too_short_is_named_before_anything_is_compiled(
     toy_run.run(tmp_path / 'half', train_dataset_cfg=larger, total_steps=7)
 
 
-def test_a_home_folder_is_written_out():
+def test_a_run_has_a_folder(tmp_path):
   with pytest.raises(ValueError, match='model_dir=~/run: '):
     toy_run.run('~/run')
+  (tmp_path / 'file').touch()
+  with pytest.raises(ValueError, match='model_dir=.*/file is a file: give a folder'):
+    toy_run.run(tmp_path / 'file')
