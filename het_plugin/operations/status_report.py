@@ -67,8 +67,10 @@ def tables(found: Found) -> list[reporting.Table]:
     for metric, value in values.items()
     if metric != 'step'
   ]
+  step = found['metrics_step']  # None before the first line of losses
+  training = 'training' if step is None else f'training, last written at step {step}'
   made = [
-    reporting.Table(f'training, last written at step {found["metrics_step"]}', ('', ''), metrics),
+    reporting.Table(training, ('', ''), metrics),
     reporting.Table('evaluations', ('', 'step', 'metric', 'value'), evaluations),
     reporting.Table('files', ('', ''), _files(found)),
     _processes(found['processes']),

@@ -66,6 +66,8 @@ def test_running(tmp_path):
   assert facts['seconds_per_step'] == 100 / 200  # steps, data and evaluations
   assert facts['eta_seconds'] == 50.0
   assert facts['problems'] == []
+  write_lines(tmp_path / 'metrics.jsonl', {'step': 0, 'train/timing/compile_seconds': 12.5})
+  assert '\ntraining\n' in status_report.text(read(tmp_path))  # no losses yet
 
 
 def test_a_run_of_no_steps(tmp_path):
