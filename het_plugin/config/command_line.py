@@ -185,6 +185,8 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
         raise flags.Error(f'--{name}={flag.value} must be a finite number')  # beyond bounds of absl
       if flag.present and name in _WRITTEN and os.path.isdir(str(flag.value)):
         raise flags.Error(f'--{name}={flag.value} is a folder: name a file, such as results.{name}')
+      if name == 'output_dir' and os.path.isfile(str(flag.value)):
+        raise flags.Error(f'--{name}={flag.value} is a file: name a folder')
     return rest
   except flags.Error as error:
     print(f'Error: {error} (--help shows the flags)', file=sys.stderr)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin import data, heads, models, status, train
+from het_plugin import data, evaluate, heads, models, status, train
 from het_plugin.config import command_line, parsing
 from het_plugin.evaluation import actions, prompts
 from het_plugin.training import exit_codes
@@ -310,6 +310,7 @@ def test_flags_become_bindings():
 @pytest.mark.parametrize(
   'argument, message',
   [
+    (f'--output_dir={__file__}', 'test_gin.py is a file: name a folder'),
     ('--gin.MODEL_DIR', '--gin.MODEL_DIR lacks its value: write --gin.MODEL_DIR=VALUE'),
     ('--watch=nan', '--watch=nan must be a finite number'),
     ('--watch=inf', '--watch=inf must be a finite number'),
@@ -318,8 +319,9 @@ def test_flags_become_bindings():
   ],
 )
 def test_flags_that_cannot_be_parsed_are_wrong_settings(argument, message, parsed_flags, capsys):
-  with parsed_flags(status), pytest.raises(SystemExit) as stop:
-    command_line.parse_flags(['status', argument])
+  main = evaluate if 'output_dir' in argument else status
+  with parsed_flags(main), pytest.raises(SystemExit) as stop:
+    command_line.parse_flags(['main', argument])
   assert stop.value.code == exit_codes.WRONG_SETTING
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith('Error: ') and message in line
