@@ -194,6 +194,7 @@ def test_what_noise_would_gain_over_a_run(digits_det_run, digits_run, run_main, 
     ('--predictions=x.npz',): '--predictions has no effect',
   }.items():
     assert message in run_main(evaluate, '--noise_test', *arguments, code=2)
+  assert 'samples S' not in run_main(evaluate, f'--checkpoint={run_dir}')  # there is no noise
 
 
 def test_glyphs_are_shown_and_their_look_alikes_known():

@@ -164,6 +164,7 @@ def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
       parts = predict(f'{name}, unknown inputs', unknown)
       scored = [uncertainty.uncertainty(**part.predictive) for part in parts]
       of_unknown = uncertainty.concatenate(scored)
+  sampled = scores.uncertainty.mutual_information is not None
   evaluation = Evaluation(
     name,
     run.checkpoint,
@@ -171,7 +172,7 @@ def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
       'num_classes': info.num_classes,
       'mesh': f'{run.partitioner.data_shards}x{run.partitioner.model_shards}',
       'step': run.step,
-      'num_samples': getattr(run.model.eval_integrator, 'num_samples', None),
+      'num_samples': run.model.eval_integrator.num_samples if sampled else None,
       'dataset': task,
       'split': settings.split,
       'ood_dataset': settings.ood_dataset,
