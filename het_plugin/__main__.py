@@ -9,6 +9,7 @@
 import ast
 import difflib
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -43,6 +44,8 @@ def main() -> None:
     sys.exit(2)
   else:
     sys.argv = [f'het-plugin {command}', *sys.argv[2:]]
+    if not sys.flags.safe_path:
+      sys.path.append(os.getcwd())  # for modules that gin files import, as with python -m
     if command in _STOPPABLE:
       stopping.install()  # the imports below take seconds
     if problem := versions.unsupported():

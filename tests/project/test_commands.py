@@ -47,6 +47,21 @@ def test_commands_are_listed_and_dispatched():
   )
 
 
+def test_gin_files_import_modules_of_the_folder_where_a_command_runs(tmp_path):
+  script, own = tmp_path / 'bin' / 'het-plugin', tmp_path / 'own'
+  for file, text in {
+    script: 'from het_plugin.__main__ import main\nmain()\n',  # as pip writes it
+    own / 'own.gin': 'import my_tasks\n',
+    own / 'my_tasks.py': "raise ValueError('found')\n",
+  }.items():
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+  arguments = [sys.executable, str(script), 'train', '--gin_file=own.gin']
+  environment = os.environ | {'PYTHONPATH': str(ROOT)}
+  found = subprocess.run(arguments, cwd=own, env=environment, capture_output=True, text=True)
+  assert found.returncode == 2 and found.stderr.startswith('Error: found ')
+
+
 def test_help_into_a_closed_pipe_ends_quietly():
   read, write = os.pipe()
   os.close(read)
