@@ -90,16 +90,17 @@ def rewrite_flags(argv: Sequence[str]) -> list[str]:
 def one_sentence(error: BaseException) -> str:
   """An error's message on one line, without the call sites that gin appends to it."""
   text = str(error).strip() or type(error).__name__
+  name = None
   if unbound := re.match(r"No bindings specified for '(.+)/gin\.macro'", text):
     name = unbound[1]
-    if name in _OF_FILES:
-      return f'{name} is not set: give a file that binds it, such as --gin_file={_OF_FILES[name]}'
+  elif unbound := _UNBOUND.search(text):
+    name = f'{unbound[2]}.{unbound[1]}'
+  if name in _OF_FILES:
+    return f'{name} is not set: give a file that binds it, such as --gin_file={_OF_FILES[name]}'
+  if name:
     return (
       f'{name} is not set: bind it in a file or with --gin.{name}=VALUE, text in its own quotes'
     )
-  if unbound := _UNBOUND.search(text):
-    name = f'{unbound[2]}.{unbound[1]}'
-    return f'{name} is not set: bind it in a file or with --gin.{name}=VALUE'
   lines = [line.strip() for line in text.splitlines()]
   lines = [line for line in lines if line and not line.startswith('In call to configurable')]
   if isinstance(error, ModuleNotFoundError) and error.name == 't5x':
