@@ -82,6 +82,11 @@ class RestoreCheckpointConfig:
   skip: Sequence[Annotated[str, 'regular expression']] = ()
   ema: bool = False
 
+  @property
+  def starts_afresh(self) -> bool:
+    """Whether parameters that the checkpoint has may be initialised."""
+    return self.head == weights.INIT or any(name is None for _, name in self.assignment_map)
+
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:

@@ -151,6 +151,10 @@ def train(
 
     train_iter = open_dataset(train_dataset_cfg)
     init_rng, trainer_rng = jax.random.split(jax.random.key(random_seed))
+    restore_cfg = checkpoint_cfg.restore
+    if restore_cfg is not None and restore_cfg.starts_afresh:
+      # With that run's seed the same head would begin again, which its backbone has learned to fit.
+      init_rng = jax.random.fold_in(init_rng, 1)
     init = initial_state.init_fn(model, train_iter.element_spec, init_rng)
     axes, target = initial_state.placed(init, partitioner)
     trainer = trainer_cls(
@@ -193,7 +197,7 @@ def train(
     if restored is None:
       with observer.phase(observer_lib.INITIALISE):
         train_state = initial_state.begin(
-          init, target, axes, checkpoint_cfg.restore, partitioner, model, names
+          init, target, axes, restore_cfg, partitioner, model, names
         )
       start = checkpoints.RunState(train_state)
     else:

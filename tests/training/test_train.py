@@ -496,6 +496,19 @@ def test_warm_start_takes_parameters_only(tmp_path, uninterrupted):
   assert int(state.opt_state[1][0].count) == 1
 
 
+def test_a_head_that_starts_afresh_is_not_that_of_the_run_with_the_same_seed(tmp_path):
+  directory = tmp_path / 'first'
+  _, first = toy_run.run(directory, total_steps=1)
+  restore = checkpoints.RestoreCheckpointConfig(
+    str(directory), assignment_map=(('head_kernel', None),), fallback_to_scratch=True
+  )
+  cfg = checkpoints.CheckpointConfig(restore=restore)
+  _, second = toy_run.run(tmp_path / 'second', total_steps=1, checkpoint_cfg=cfg)
+  for name, low, high in (('hidden_kernel', 0.95, 1.0), ('head_kernel', -0.3, 0.3)):
+    pair = np.ravel(first.params[name]), np.ravel(second.params[name])
+    assert low < np.corrcoef(*pair)[0, 1] < high
+
+
 @pytest.mark.slow
 def test_the_average_of_the_parameters_is_evaluated_saved_and_resumed(tmp_path, uninterrupted):
   def model(evaluate=True):
