@@ -394,13 +394,13 @@ def test_an_unfinished_fit_warns():
 @pytest.mark.slow
 @pytest.mark.parametrize('cls', [DetClassifier, HetXLClassifier])
 def test_the_gap_of_an_unfinished_fit_is_predicted(cls):
-  """Within a factor of twenty, where it is above 1e-5."""
+  """Within a factor of twenty, where it is above 1e-5; with noise, which starts slowly, later."""
   x, y = problem(num_rows=1500 if cls is DetClassifier else 500)
   settings = {} if cls is DetClassifier else {**SMALL, 'C_noise': 1.0}
   det = DetClassifier().fit(x, y)
   start = {} if cls is DetClassifier else {'start': det}
   best = cls(tol=1e-6, **settings).fit(x, y, **start).objective_
-  for max_iter in (4, 8, 12, 30):
+  for max_iter in (4, 8, 12, 30) if cls is DetClassifier else (12, 30):
     with warnings.catch_warnings():
       warnings.simplefilter('ignore', ConvergenceWarning)
       fit = cls(max_iter=max_iter, **settings).fit(x, y, **start)
