@@ -242,8 +242,9 @@ def report(
   return reporting.Report(
     title='Audit of labels',
     introduction=f'{len(label):,} labels of {name}, by the location of {head} fitted to '
-    f'{settings.folds - 1} of {settings.folds} folds: {found.share:.1%} ± {found.share_error:.1%} '
-    f'are wrong. {counts["wrong"]:,} are listed as wrong, {counts["ambiguous"]:,} as ambiguous.',
+    f'the other {settings.folds - 1} of {settings.folds} folds: '
+    f'{found.share:.1%} ± {found.share_error:.1%} are wrong. '
+    f'{counts["wrong"]:,} are listed as wrong, {counts["ambiguous"]:,} as ambiguous.',
     tables=[table for table in tables if table.lines],
     notes=notes,
     draw=lambda: _galleries(listed, examples, shown) if examples and examples.are_images else {},
