@@ -9,6 +9,7 @@ called from anywhere, so its bindings count as used.
 import dataclasses
 import difflib
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,8 @@ class Uses:
       macros = [macro for macro in self.used if not statements.split(macro)[1]]
       of_initials = [macro for macro in macros if ''.join(x[:1] for x in macro.split('_')) == key]
       similar = of_initials or difflib.get_close_matches(key, macros, 1, _SIMILAR)
+      if any(re.search(rf'%{key}\b', text) for text in _our_files()):
+        similar = []  # a name of another run, or whose place was bound anew, and no misspelling
       hint = f'did you mean {similar[0]}?' if similar else f'nothing refers to %{key}'
     elif same := [x for x in self.used if statements.split(x)[1:] == (name, parameter)]:
       hint = f'the run takes {" and ".join(sorted(same))}'
@@ -152,16 +155,19 @@ def check(typed: Sequence[str], *texts: str) -> None:
     if hiding and {(other, repr(run.settings[other])) for other in hiding} <= shipped:
       raise ValueError(found[-1])
   if found:
-    _log.warning('%s.', '; '.join(found))
+    _log.warning('%s', '; '.join(found))
 
 
 def _shipped(names: Collection[str]) -> set[tuple[str, str]]:
   """(key, text of its value) of what our gin files set, if not more than for these names."""
-  texts = (path.read_text() for path in parsing.gin_root().rglob('*.gin'))
   return {
     (key, repr(value))
-    for text in texts
+    for text in _our_files()
     if any(name in text for name in names)
     for settings in statements.parse(text)
     for key, value in settings.items()
   }
+
+
+def _our_files() -> Iterator[str]:
+  return (path.read_text() for path in parsing.gin_root().rglob('*.gin'))

@@ -87,6 +87,12 @@ def test_settings_of_files(caplog):
   (line,) = caplog.messages
   assert 'HetXL.num_factors = 15 is used by nothing: HEAD is @Det()' in line
   assert 'MINE = 3 is used by nothing' in line and 'initial_noise_scale' not in line
+  caplog.clear()  # IMAGE_SIZE is a name of our files, and no misspelling of BATCH_SIZE
+  uses.check([], config_text('det', 'IMAGE_SIZE = 32', 'WARMUP = 3'))
+  assert caplog.messages == [
+    'IMAGE_SIZE = 32 is used by nothing: nothing refers to %IMAGE_SIZE; '
+    'WARMUP = 3 is used by nothing: did you mean WARMUP_STEPS?'
+  ]
 
 
 def test_one_of_several_runs_must_use_it(run_main, tmp_path):
