@@ -4,8 +4,9 @@
     python -m het_plugin.ablate heads --output_dir=runs/ablations/heads --json=heads.json
 
 Give the name of an ablation from the list, or a gin file (docs/ablations.md). --gin.NAME=VALUE goes
-to every run, after the cell's own settings; --gin.Ablation.NAME=VALUE goes to the ablation. To
-continue after an interruption, run the command again: finished runs are not trained again.
+to every run, after the cell's own settings; --gin.Ablation.NAME=VALUE goes to the ablation, and
+--gin.ExampleNLL.NAME=VALUE to its analysis. To continue after an interruption, run the command
+again: finished runs are not trained again.
 
 The output directory gets results.json, results.txt, index.html, its plots as .png files, and
 a folder per run with its checkpoints, metrics.jsonl and config.gin. The results are printed and

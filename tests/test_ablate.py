@@ -137,6 +137,13 @@ def test_names(run_main, tmp_path):
     "EVAL_SPLIT='shift'": 'has no effect: bind Ablation.choose_split and Ablation.report_split',
   }.items():
     assert words in run_main(ablate, 'heads', f'--gin.{setting}', code=2), setting
+  split = "'validation[6000:]'"  # the splits pass, and the cell is wrong
+  both = [f'--gin.{name}={split}' for name in ('Ablation.report_split', 'ExampleNLL.split')]
+  message = run_main(ablate, 'end_to_end', '--cell=HET-L', *both, code=2)
+  assert "cells names the cell 'HET-L'" in message
+  for setting in ('NoiseEffect.num_examples=8', 'Flops.samples=(1,)'):
+    message = run_main(ablate, 'end_to_end', f'--gin.{setting}', code=2)
+    assert f'end_to_end has no {setting.partition(".")[0]}' in message
   assert '--seeds has no effect' in run_main(ablate, 'flops_vit_l_32', '--seeds=0', code=2)
   assert "cells names the cell 'HET-L'" in run_main(ablate, 'heads', '--cell=HET-L', code=2)
   message = run_main(ablate, 'heads', '--output_dir=gs://b/x', code=2)

@@ -12,7 +12,7 @@ from typing import Any
 import gin
 from het_plugin import reporting
 from het_plugin.config import parsing
-from het_plugin.experiments import trainings
+from het_plugin.experiments import CONFIGURABLES, trainings
 
 FOLDER = 'het_plugin/gin/runs/ablations/'
 STUDY = 'STUDY'  # the macro that a file binds
@@ -38,19 +38,27 @@ def load(name: str, bindings: Sequence[str] = (), search_paths: Sequence[str] = 
   """The study that a file binds; `bindings` come after the file.
 
   Raises:
-    ValueError: there is no such ablation, or one of its settings is wrong.
+    ValueError: there is no such ablation, one of its settings is wrong, or a binding is of none of
+      its parts.
   """
   parsing.parse_config([gin_file(name)], bindings, search_paths)
   try:
     gin.query_parameter(f'%{STUDY}')
   except ValueError:
     raise ValueError(f'{name} binds no {STUDY}, such as {STUDY} = @Ablation()') from None
-  return trainings.called(STUDY)
+  study = trainings.called(STUDY)
+  read = {type(part).__name__ for part in (study, getattr(study, 'analysis', None))}
+  if unread := [binding for binding in bindings if binding.partition('.')[0] not in read]:
+    raise ValueError(
+      f'--gin.{unread[0]} has no effect: {name} has no {unread[0].partition(".")[0]}'
+    )
+  return study
 
 
 def split_bindings(bindings: Sequence[str]) -> tuple[list[str], list[str]]:
-  """The bindings of studies, and the bindings of runs."""
-  own = [binding for binding in bindings if binding.startswith(('Ablation.', 'Flops.'))]
+  """The bindings of studies and of their analyses, and the bindings of runs."""
+  of_studies = {name for names in CONFIGURABLES.values() for name in names}
+  own = [binding for binding in bindings if binding.partition('.')[0] in of_studies]
   return own, [binding for binding in bindings if binding not in own]
 
 
