@@ -26,13 +26,12 @@ with people's names and what DET and the head predict, and prints the names that
 colours are those at quantiles of the gain, so they are not the best ones.
 """
 
-import json
 import time
 import warnings
 from pathlib import Path
 
 import numpy as np
-from command_line import integers, make_parser, names, print_table, write_json
+from command_line import integers, make_parser, names, print_table, read_json, report, write_json
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold
 
@@ -253,7 +252,7 @@ def main():
     draw(args.plot, ('DET', head.upper().replace('_', '-')), probs, lab, counts, name)
     print_pairs(covariance_of_shares(found[head], x, counts.sum(axis=1)), name)
     return
-  rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
+  rows = read_json(args.json)
   for dim in args.dims:
     done = {tuple(row[x] for x in KEY) for row in rows}
     about = dim, args.hidden, int(counts.sum()), args.max_iter
@@ -264,7 +263,7 @@ def main():
       fresh = {tuple(row[x] for x in KEY) for row in found}
       rows = [row for row in rows if tuple(row[x] for x in KEY) not in fresh] + found
       write_json(args.json, rows)
-  print_table(list(rows[0]), [list(row.values()) for row in rows])
+  report(args.json, rows)
 
 
 if __name__ == '__main__':

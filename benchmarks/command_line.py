@@ -1,6 +1,7 @@
 """What the benchmarks share: their flags, the table that they print and the JSON file."""
 
 import argparse
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,11 @@ def write_json(path: Path | None, result: dict | list) -> None:
   """Writes the result to the path of --json, NaN as null."""
   if path is not None:
     reporting.write_json(result, path)
+
+
+def read_json(path: Path | None) -> list[dict]:
+  """The rows that the file of --json has already."""
+  return json.loads(path.read_text()) if path and path.exists() else []
 
 
 def collect(path: Path | None, total: int, rows: Iterable[dict]) -> list[dict]:

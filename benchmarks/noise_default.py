@@ -19,7 +19,6 @@ time.
 """
 
 import itertools
-import json
 import time
 import warnings
 
@@ -27,7 +26,7 @@ import audit
 import known_truth
 import numpy as np
 import probe
-from command_line import integers, make_parser, names, print_table, write_json
+from command_line import integers, make_parser, names, read_json, report, write_json
 from sklearn.exceptions import ConvergenceWarning
 
 from het_plugin.estimators import CLASSIFIERS
@@ -107,7 +106,7 @@ def main():
   parser.add_argument('--heads', type=names(HEADS), default=HEADS)
   parser.add_argument('--rows', type=int, help='rows of a fit, at most')
   args = parser.parse_args()
-  rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
+  rows = read_json(args.json)
   warnings.simplefilter('ignore', ConvergenceWarning)  # of what compiles
   for problem, seed in itertools.product(args.problems, args.seeds):
     key = {'problem': problem, 'seed': seed, 'n': len(PROBLEMS[problem](seed)[0][0][: args.rows])}
@@ -117,7 +116,7 @@ def main():
       rows += [row for row in found if row['head'] not in done]
       write_json(args.json, rows)
       print(problem, seed, *(f'{row["nll"]:.4f}' for row in found), flush=True)
-  print_table(list(rows[0]), [list(row.values()) for row in rows])
+  report(args.json, rows)
 
 
 if __name__ == '__main__':

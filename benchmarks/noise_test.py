@@ -11,14 +11,13 @@ slope of measured by predicted through the origin. Rows that --json already has 
 again.
 """
 
-import json
 import time
 from pathlib import Path
 
 import known_truth
 import noisy_labels
 import numpy as np
-from command_line import make_parser, print_table, write_json
+from command_line import make_parser, print_table, read_json, write_json
 from scipy import stats
 
 from het_plugin.estimators.noise_test import HIDDEN, noise_test
@@ -32,7 +31,7 @@ HEADS = 'het', 'het_h', 'het_xl'
 def of_known_truth():
   """(problem, measured gains by head, C of DET, K N, the rows) of each."""
   found = {}
-  for row in json.loads((RESULTS / 'known_truth.json').read_text()):
+  for row in read_json(RESULTS / 'known_truth.json'):
     if row['seed'] == 0 and row['head'] in ('det', *HEADS):
       found.setdefault(tuple(row[x] for x in known_truth.KEY if x != 'head'), []).append(row)
   for (truth, *settings), rows in found.items():
@@ -49,7 +48,7 @@ def of_known_truth():
 
 def of_noisy_labels():
   found = {}
-  for row in json.loads((RESULTS / 'noisy_labels.json').read_text()):
+  for row in read_json(RESULTS / 'noisy_labels.json'):
     if row['seed'] == 0 and row['kind'] in noisy_labels.KINDS:
       of_problem = found.setdefault(tuple(row[x] for x in noisy_labels.POINT), {})
       of_problem[row['head']] = row
@@ -116,7 +115,7 @@ def main():
   parser.add_argument('--only', default='', help='how the name of a problem starts')
   parser.add_argument('--plot', type=Path, help='draw the points here')
   args = parser.parse_args()
-  rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
+  rows = read_json(args.json)
   done = {(row['source'], row['problem'], row['folds']) for row in rows}
   for source, problems in SOURCES.items():
     for problem, gains, c, (n, k), draw in problems():

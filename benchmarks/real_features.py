@@ -36,7 +36,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from command_line import integers, make_parser, names, numbers, print_table, write_json
+from command_line import integers, make_parser, names, numbers, print_table, read_json, write_json
 from known_truth import fit_best
 from PIL import Image
 from scipy import special
@@ -374,7 +374,7 @@ def main():
     parser.error(f'--work_dir={args.work_dir} is of {of_work_dir.read_text()}: give another')
   of_work_dir.write_text(json.dumps(settings))
   settings['fits'] = args.fits or args.folds
-  rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
+  rows = read_json(args.json)
   for name in args.parts:
     key = {'part': name, 'settings': settings}
     done = {row['head'] for row in rows if key.items() <= row.items()}

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from command_line import integers, make_parser, names, print_table, report, write_json
+from command_line import integers, make_parser, names, numbers, print_table, report, write_json
 from integrator import loss_rmse
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -52,7 +52,7 @@ def parse_args():
   parser.add_argument('--samples', type=integers, default=[64, 1000], help='values of S')
   parser.add_argument(
     '--noises',
-    type=lambda text: [float(x) for x in text.split(',')],
+    type=numbers,
     default=[0.1, 0.5, 1.0, 2.0],
     help='standard deviations of the logits over tau',
   )
