@@ -26,7 +26,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import json
 import time
 import warnings
 from pathlib import Path
@@ -34,12 +33,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import integers, make_parser, names, print_table, write_json
+from command_line import integers, make_parser, names, print_table, read_json, write_json
 from sklearn.exceptions import ConvergenceWarning
 
 from het_plugin.estimators import CLASSIFIERS, lbfgs, objective, whitening
 from het_plugin.estimators.model import Model
 from het_plugin.estimators.probe import choose, extreme_share, price
+from het_plugin.integrate import LINKS
 from het_plugin.measures.uncertainty import stderr
 from het_plugin.reporting import style
 
@@ -66,6 +66,12 @@ class Problem:
   r: int
   noise: float
   n: int
+
+
+def as_problem(text):
+  link, k, d, r, noise, n = text.split(',')
+  names(LINKS)(link)
+  return Problem(link, int(k), int(d), int(r), float(noise), int(n))
 
 
 SMALL = [
@@ -465,15 +471,17 @@ def main():
   parser.add_argument('--heads', type=names(CLASSIFIERS), default='het,het_h,het_xl'.split(','))
   parser.add_argument('--seed', type=integers, default=[0], help='one or several')
   parser.add_argument('--full', action='store_true', help='the whole grid')
-  parser.add_argument('--problem', action='append', help='one point instead: LINK,K,D,R,NOISE,N')
+  parser.add_argument(
+    '--problem', type=as_problem, action='append', help='one point instead: LINK,K,D,R,NOISE,N'
+  )
   parser.add_argument('--from_truth', action='store_true', help='also fits from the truth on')
   parser.add_argument(
     '--plot', type=Path, help='a map of the rows of --json as a PNG, and X_price.png; fits nothing'
   )
   args = parser.parse_args()
-  rows = []
-  if args.json and args.json.exists():
-    rows = json.loads(args.json.read_text())
+  rows = read_json(args.json)
+  if args.plot and not rows:
+    parser.error(f'--plot draws the rows of --json={args.json}, which has none')
   if args.plot:
     draw_map(rows, args.plot)
     draw_prediction(rows, args.plot.with_stem(args.plot.stem + '_price'))
@@ -481,12 +489,7 @@ def main():
     compare_truths(rows)
     compare_rules(rows)
     return
-  problems = full_grid() if args.full else SMALL
-  if args.problem:
-    problems = []
-    for text in args.problem:
-      link, k, d, r, noise, n = text.split(',')
-      problems.append(Problem(link, int(k), int(d), int(r), float(noise), int(n)))
+  problems = args.problem or (full_grid() if args.full else SMALL)
   warnings.simplefilter('ignore', ConvergenceWarning)  # at large C a few end above the tolerance
   for number, (seed, problem) in enumerate(itertools.product(args.seed, problems), start=1):
     key = {**dataclasses.asdict(problem), 'seed': seed, 'truth': args.truth}

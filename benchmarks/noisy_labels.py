@@ -48,7 +48,6 @@ docs/results has the rows that docs/noisy_labels.md states, which took 20 minute
 import argparse
 import dataclasses
 import importlib.util
-import json
 import time
 import warnings
 from pathlib import Path
@@ -57,7 +56,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from audit import moved
-from command_line import integers, make_parser, names, print_table, write_json
+from command_line import integers, make_parser, names, print_table, read_json, write_json
 from scipy import optimize, special
 from sklearn.decomposition import PCA
 from sklearn.exceptions import ConvergenceWarning
@@ -153,6 +152,7 @@ class Fit:
 
 def as_problem(text):
   kind, share, n, k, d, gumbel, hidden = text.split(',')
+  names(KINDS)(kind)
   sizes = (int(x) for x in (n, k, d))
   return Problem(kind, float(share), *sizes, float(gumbel), int(hidden))
 
@@ -528,7 +528,9 @@ def draw_picture(rows, path):
 def main():
   parser = make_parser(__doc__)
   parser.add_argument('--heads', type=names(METHODS), default=list(METHODS), help=','.join(METHODS))
-  parser.add_argument('--problem', action='append', help='one point instead of the grid')
+  parser.add_argument(
+    '--problem', type=as_problem, action='append', help='one point instead of the grid'
+  )
   parser.add_argument(
     '--seeds', type=integers, help='0,1 for example, in place of those of the grid'
   )
@@ -550,9 +552,9 @@ def main():
   args.heads = [x for x in args.heads if args.cleanlab or x != 'cleanlab']
   if 'cleanlab' in args.heads and not args.plot and not importlib.util.find_spec('cleanlab'):
     parser.error('--heads=cleanlab needs `pip install cleanlab`; --no-cleanlab leaves it out')
-  rows = []
-  if args.json and args.json.exists():
-    rows = json.loads(args.json.read_text())
+  rows = read_json(args.json)
+  if args.plot and not rows:
+    parser.error(f'--plot draws the rows of --json={args.json}, which has none')
   if not args.plot:
     rows = run(args, rows)
   else:
@@ -564,7 +566,7 @@ def main():
 def run(args, rows):
   """Measures what rows lack."""
   warnings.simplefilter('ignore', ConvergenceWarning)  # gradients are among the results
-  points = [(as_problem(text), 1) for text in args.problem or ()]
+  points = [(problem, 1) for problem in args.problem or ()]
   if args.data:
     points += [(kind, 3) for kind in args.people]
   points = points or grid()

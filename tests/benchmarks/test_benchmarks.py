@@ -264,6 +264,21 @@ def test_noisy_labels(run, monkeypatch):
   assert again == rows and not any('1/1 ' in line for line in printed)
 
 
+def test_points_that_are_no_problem(call_main, capsys):
+  for script, point, words in (
+    ('known_truth.py', 'softmax,10', "--problem: invalid as_problem value: 'softmax,10'"),
+    ('known_truth.py', 'softmx,10,8,2,3,50', "['softmx'] unknown: choose from softmax, sigmoid"),
+    ('noisy_labels.py', 'unifrom,0.3,300,3,4,0.3,0', "['unifrom'] unknown: choose from next, rate"),
+  ):
+    with pytest.raises(SystemExit):
+      call_main(script, f'--problem={point}')
+    assert words in capsys.readouterr().err
+  for script in ('known_truth.py', 'noisy_labels.py'):
+    with pytest.raises(SystemExit):
+      call_main(script, '--plot=map.png')
+    assert '--plot draws the rows of --json=None, which has none' in capsys.readouterr().err
+
+
 def test_noisy_labels_without_data(call_main, capsys, monkeypatch, tmp_path):
   with pytest.raises(SystemExit):
     call_main('noisy_labels.py', f'--data={tmp_path}', '--features', 'a.npz', 'b.npz')
