@@ -37,7 +37,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import add_clock, collect, integers, make_parser, names
+from command_line import add_clock, collect, integers, make_parser, names, numbers
 
 from het_plugin import heads
 from het_plugin.heads import class_buckets
@@ -433,7 +433,7 @@ def main():
   )
   parser.add_argument(
     '--noises',
-    type=lambda text: [float(x) for x in text.split(',')],
+    type=numbers,
     help='standard deviations of the logits over tau, for --equal_accuracy; else as it is drawn',
   )
   parser.add_argument(
@@ -452,11 +452,11 @@ def main():
   args = parser.parse_args()
   if args.noises and not args.equal_accuracy:
     parser.error('--noises needs --equal_accuracy')
-  unread = ()
   if max(args.classes) >= MANY_CLASSES:
     unread = ('sampler', 'shared_draws', 'trials')
-  elif args.equal_accuracy:
-    unread = ('sampler', 'samples')
+  else:
+    unread = ('class_tile', 'memory_only', 'limit_gb', 'tokamax')
+    unread += ('sampler', 'samples') if args.equal_accuracy else ()
   if given := [name for name in unread if getattr(args, name) != parser.get_default(name)]:
     parser.error(f'--{given[0]} has no effect with these --classes or --equal_accuracy')
   if args.tokamax and not importlib.util.find_spec('tokamax'):

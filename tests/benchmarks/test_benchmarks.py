@@ -108,6 +108,9 @@ def test_tokamax_takes_the_shapes_of_det_or_is_asked_for(run, call_main, monkeyp
   with pytest.raises(SystemExit):
     call_main('integrator.py', *flags)
   assert '--tokamax needs the package tokamax: pip install tokamax' in capsys.readouterr().err
+  with pytest.raises(SystemExit):
+    call_main('integrator.py', '--classes=5000', '--limit_gb=1')
+  assert '--limit_gb has no effect with these --classes' in capsys.readouterr().err
 
   def loss(x, labels, weights, reduction, implementation):
     assert (reduction, implementation) == ('mean', 'chunked_xla')
