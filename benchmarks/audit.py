@@ -26,6 +26,7 @@ prints the CPU seconds and the peak memory of the process, without mapped files.
 """
 
 import argparse
+import importlib.util
 import pathlib
 import tempfile
 import time
@@ -194,6 +195,8 @@ def main():
     return stream(args)
   if args.seeds < 2:
     parser.error(f'--seeds={args.seeds} must be at least 2, for the errors')
+  if args.cleanlab and not importlib.util.find_spec('cleanlab'):
+    parser.error('--cleanlab needs `pip install cleanlab`; --no-cleanlab leaves it out')
   report(args.json, measure(args))
 
 

@@ -290,9 +290,10 @@ def test_noisy_labels_without_data(call_main, capsys, monkeypatch, tmp_path):
     call_main('noisy_labels.py', f'--data={tmp_path}')
   assert '--data and --features belong together' in capsys.readouterr().err
   monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
-  with pytest.raises(SystemExit):
-    call_main('noisy_labels.py')
-  assert '--no-cleanlab leaves it out' in capsys.readouterr().err
+  for script in ('noisy_labels.py', 'audit.py'):
+    with pytest.raises(SystemExit):
+      call_main(script)
+    assert '--no-cleanlab leaves it out' in capsys.readouterr().err
 
 
 @pytest.mark.slow
