@@ -133,7 +133,7 @@ def test_a_run_is_represented_and_its_images_shown(digits_det_run, run_main, tmp
   )
   (file,) = tmp_path.rglob('test.safetensors')
   # A command that can be repeated.
-  assert rows_lib.read(str(file)).provenance['command'].startswith('python -m het_plugin.audit ')
+  assert rows_lib.read(str(file)).provenance['command'].startswith('python -m het_plugin.audit')
   images, labels = tasks.get_task('digits').examples.read('test', np.arange(359), 8, 0)
   shown = sum(pictures(page.read_text()).values(), [])
   assert shown
