@@ -1,7 +1,6 @@
 """Examples in arrays: scikit-learn's digits, NPZ files with labels or captions, and features."""
 
 import contextlib
-import difflib
 import functools
 import importlib.util
 import os
@@ -23,7 +22,6 @@ SPLIT_KEY = counter_random.base_key(20230127)  # a constant: splits must not cha
 VALIDATION_FRACTION = 0.1
 _NUM_DIGITS = 1797
 _SAMPLED_ROWS = 100  # for the version of features
-_SIMILAR = 0.85  # least similarity of the name of an array to one that was probably meant
 _OF_LABELS = 'label_weight', 'weight', 'annotator', 'class_name'
 
 
@@ -197,10 +195,7 @@ def _reading(
       missing = [array for array in ('image', *needed) if array not in arrays.files]
       if missing:
         raise ValueError(f'it lacks the arrays {missing} and has {sorted(arrays.files)}')
-      absent = set(optional) - set(arrays.files)
-      for array in set(arrays.files) - set(optional):
-        if similar := difflib.get_close_matches(array, absent, 1, _SIMILAR):
-          raise ValueError(f'{name} has the array {array!r}: did you mean {similar[0]!r}?')
+      files.check_names(name, arrays.files, optional)
       yield arrays
   except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
     if str(error).startswith(name):

@@ -24,7 +24,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -314,6 +314,14 @@ def _blocks(x: np.ndarray) -> Iterator[np.ndarray]:
   return (x[start : start + rows] for start in range(0, len(x), rows))
 
 
+def check_names(owner: str, names: Collection[str], optional: Sequence[str]) -> None:
+  """Raises ValueError if a name of an array is nearly an `optional` one: it would be left out."""
+  absent = set(optional) - set(names)
+  for name in set(names) - set(optional):
+    if similar := difflib.get_close_matches(name, absent, 1, _SIMILAR):
+      raise ValueError(f'{owner} has the array {name!r}: did you mean {similar[0]!r}?')
+
+
 def _parse(
   arrays: Mapping[str, np.ndarray], about: Mapping[str, Any], column: str, on_disk: bool
 ) -> Rows:
@@ -321,10 +329,7 @@ def _parse(
   link = about.get('link', votes.LINKS[0])
   if link not in votes.LINKS:
     raise ValueError(f'link is {link!r}; it must be one of {", ".join(votes.LINKS)}')
-  absent = set(_OPTIONAL) - set(arrays)
-  for name in set(arrays) - set(_OPTIONAL):  # it would be left out
-    if similar := difflib.get_close_matches(name, absent, 1, _SIMILAR):
-      raise ValueError(f'it has the array {name!r}: did you mean {similar[0]!r}?')
+  check_names('it', arrays, _OPTIONAL)
   columns = {}
   if column == 'log_prob' or 'log_prob' in arrays:  # beside features others may be anything
     columns |= _predictions(arrays, link)
