@@ -158,12 +158,11 @@ def _share_error(
     return None
   free = t > _LEAST_FREE
   root = np.where(free, np.sqrt(t), 0.0)
-  size = np.maximum((root**2).sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
   # With sure p, F is near the identity in units of the standard errors of rates.
   unit = root / np.sqrt(np.maximum(classes, 1.0 / num_rows))[:, None]
 
-  def tangent(z):  # the rates of a truth sum to 1
-    return np.where(free, z - root * ((root * z).sum(axis=1, keepdims=True) / size), 0.0)
+  def tangent(z):  # the rates of a truth sum to 1, which the squares of `root` do, too
+    return np.where(free, z - root * (root * z).sum(axis=1, keepdims=True), 0.0)
 
   def scores():
     for rows, part, _, likelihood in _posteriors(p, label, t):
@@ -177,10 +176,12 @@ def _share_error(
       total += sparse.csc_array(one, shape=(num_classes, len(y))) @ s
     return total.T / num_rows
 
-  def times_fisher(z):
+  def along(z):  # gives s_i' v of the direction v of T that z is in these units
     v = (unit * tangent(z.reshape(t.shape))).T  # [label, truth]
-    of_rows = tangent(unit * summed(lambda y, s: (s * v[y]).sum(axis=1)))
-    return of_rows.ravel() + _RIDGE * z
+    return lambda y, s: (s * v[y]).sum(axis=1)
+
+  def times_fisher(z):
+    return tangent(unit * summed(along(z))).ravel() + _RIDGE * z
 
   def right(y, s):  # the probability that a label is right, q_iy = T_yy s_iy
     return np.diagonal(t)[y] * s[np.arange(len(y)), y]
@@ -192,8 +193,8 @@ def _share_error(
   # The stub has the arguments of LinearOperator's subclasses.
   fisher = linalg.LinearOperator((g.size, g.size), times_fisher, dtype=np.float64)  # ty: ignore[parameter-already-assigned]
   z, _ = linalg.cg(fisher, g, rtol=1e-3, maxiter=100)
-  v = (unit * tangent(z.reshape(t.shape))).T
-  covariance = sum(wrong[rows] @ (s * v[y]).sum(axis=1) for rows, y, s in scores()) / num_rows
+  moved = along(z)
+  covariance = sum(wrong[rows] @ moved(y, s) for rows, y, s in scores()) / num_rows
   # The mean of m is 0.
   return float(min(np.sqrt((wrong.var() + 2 * covariance + g @ z) / num_rows), 0.5))
 
