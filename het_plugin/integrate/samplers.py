@@ -51,7 +51,7 @@ def shared_key(key: jax.Array) -> jax.Array:
 
 def checked_keys(owner: str, keys: jax.Array | None, batch_size: int) -> jax.Array:
   """The keys. Raises ValueError, naming the owner, if they are no typed PRNG keys [B] or [1]."""
-  given = np.shape(keys)
+  given = () if keys is None else jnp.shape(keys)
   is_fit = given in ((batch_size,), (1,))
   if keys is None or not is_fit or not jnp.issubdtype(jnp.result_type(keys), jax.dtypes.prng_key):
     raise ValueError(
