@@ -26,4 +26,5 @@ say 'ty check'
 # Two at a time: most tests compile on one core. -n 0 among the arguments runs them one after the other.
 say "pytest -n 2 ${which[*]} ${arguments[*]}"
 "$PYTHON" -m pytest -n 2 --dist worksteal --durations=10 "${which[@]}" "${arguments[@]}"
+if [[ "$style" != 0 ]]; then say 'ruff or ty, before the tests, found what does not fit'; fi
 exit "$style"
