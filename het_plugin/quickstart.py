@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
     uses.check(settings.gin_bindings, *texts)
     rows, trained = [], {}
     for number, (head, folder) in enumerate(folders.items(), 1):
-      print(f'{HEADS[head]} ({number} of {len(heads)}): compiling and training', flush=True)
+      print(f'{HEADS[head]} ({number} of {len(folders)}): compiling and training', flush=True)
       start = time.monotonic()
       if step := head_comparison.train_head(head, of_heads[head], folder):
         trained[folder] = step
