@@ -16,6 +16,7 @@ from het_plugin.data import preprocess
 from het_plugin.data.annotations import with_fields
 from het_plugin.data.array_source import VALIDATION_FRACTION, fixed_split
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
+from het_plugin.rows.files import check_names
 from het_plugin.rows.labels import check_weights
 
 _log = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ _SPLITS = {'train', 'val', 'valid', 'validation', 'test'}  # usual names
 _SAMPLE = 16  # number of images whose size is read
 SUFFIXES = ('.jpg', '.jpeg', '.png')
 CAPTION_FILES = ('captions.jsonl', 'captions.csv', 'captions.tsv')
+_OF_VOTES = 'label_weight', 'weight', 'annotator'
 
 
 class ImageFolderSource:
@@ -173,7 +175,7 @@ def _checksum(texts: Iterable[str], checksum: int = 0) -> int:
 def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[dict[str, Any]]]:
   """The label, as a number, and the other fields of each record of labels.csv, by file."""
   found: dict[str, list[dict[str, Any]]] = {}
-  for line, record in table_records(table, ('file', 'label')):
+  for line, record in table_records(table, ('file', 'label'), _OF_VOTES):
     where, vote = f'{table}, line {line}', {'label': numbers.get(record['label'])}
     if vote['label'] is None:
       raise ValueError(f'{where}: label {record["label"]!r} is not a class folder.')
@@ -221,9 +223,12 @@ def read_bytes(path: str | os.PathLike) -> bytes | None:
 
 
 def table_records(
-  file: pathlib.Path, needed: Sequence[str]
+  file: pathlib.Path, needed: Sequence[str], optional: Sequence[str]
 ) -> Iterator[tuple[int, dict[str, str | None]]]:
-  """Line number and fields of each record of a .csv or .tsv file whose first line names columns."""
+  """Line number and fields of each record of a .csv or .tsv file whose first line names columns.
+
+  It must name those that are `needed`, and may name `optional` ones.
+  """
   delimiter = '\t' if file.suffix == '.tsv' else ','
   try:
     with file.open(encoding='utf-8-sig', newline='') as lines:
@@ -234,6 +239,7 @@ def table_records(
         raise ValueError(f'{file} lacks the columns {missing}; its first line names {names}.')
       if any(name and names.count(name) > 1 for name in names):
         raise ValueError(f'{file} names a column twice: {names}; several texts need several lines.')
+      check_names(str(file), [name for name in names if name], optional)
       for record in table:
         if None in record:
           raise ValueError(
@@ -317,7 +323,9 @@ def _captions_file(path: str) -> pathlib.Path:
 def _captions(file: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, str | None]]:
   """The captions and the split of each image, by its `file`."""
   records = (
-    _json_records(file) if file.suffix == '.jsonl' else table_records(file, ('file', 'caption'))
+    _json_records(file)
+    if file.suffix == '.jsonl'
+    else table_records(file, ('file', 'caption'), ('split',))
   )
   captions: dict[str, list[str]] = {}
   splits: dict[str, str | None] = {}
@@ -350,6 +358,7 @@ def _captions(file: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, str |
 
 def _json_records(file: pathlib.Path) -> Iterator[tuple[int, dict]]:
   """(line number, record)"""
+  seen = set()
   with file.open('rb') as lines:
     for number, line in enumerate(lines, 1):
       if not line.strip():
@@ -362,4 +371,7 @@ def _json_records(file: pathlib.Path) -> Iterator[tuple[int, dict]]:
         raise ValueError(
           f"{file}, line {number}: a record must be an object with 'file' and 'caption'."
         )
+      if not record.keys() <= seen:
+        check_names(f'{file}, line {number}', record, ('split',))
+        seen |= record.keys()
       yield number, record

@@ -315,11 +315,14 @@ def _blocks(x: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def check_names(owner: str, names: Collection[str], optional: Sequence[str]) -> None:
-  """Raises ValueError if a name of an array is nearly an `optional` one: it would be left out."""
+  """Raises ValueError if an array's or a column's name is nearly an `optional` one.
+
+  What has that name would be left out.
+  """
   absent = set(optional) - set(names)
   for name in set(names) - set(optional):
-    if similar := difflib.get_close_matches(name, absent, 1, _SIMILAR):
-      raise ValueError(f'{owner} has the array {name!r}: did you mean {similar[0]!r}?')
+    if similar := difflib.get_close_matches(name.lower(), absent, 1, _SIMILAR):
+      raise ValueError(f'{owner} has {name!r}: did you mean {similar[0]!r}?')
 
 
 def _parse(

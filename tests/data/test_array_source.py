@@ -112,7 +112,7 @@ def test_mixed_images_with_votes_keep_their_shares_and_weights(tmp_path, weight)
 
 
 BAD_FILES = {
-  "has the array 'splits': did you mean 'split'": {
+  "has 'splits': did you mean 'split'": {
     'image': images(2),
     'label': np.arange(2),
     'splits': ['train', 'test'],

@@ -127,6 +127,8 @@ BAD_FILES = {
   '{"file": "a", "caption": "c", "split": "y"}',
   r"captions.csv .*\['caption'\]; .*\['file', 'text'\]": ('file,text\na,b\n'),
   r"captions.csv .* twice: \['file', 'caption', 'caption'\]": 'file,caption,caption\na,b,c\n',
+  "captions.csv has 'splits': .* 'split'": 'file,caption,splits\na,b,test\n',
+  "line 1 has 'Split': .* 'split'": '{"file": "a", "caption": "b", "Split": "test"}',
   "captions.csv, line 3 .*','": ('file,caption\na,b\nc,d, e\n'),
   'captions.csv, line 4 is not valid: .* quoted': 'file,caption\na,"b\nc,d\ne,"f"\n',  # not 2 texts
 }

@@ -118,6 +118,7 @@ def test_labels_in_a_table(tmp_path, image_files):
     'file,label\n../train/cat/9.png,cat\n': "image '../train/cat/9.png'",
     'file,label,label_weight\ntrain/cat/000.png,cat,0.5\n': 'weights .* 0.5;',
     'file,label,weight\ntrain/cat/000.png,cat,1\ntrain/cat/000.png,ant,3\n': 'line 3: weight is 3',
+    'file,label,weights\ntrain/cat/000.png,cat,2\n': "labels.csv has 'weights': .* 'weight'",
     'file\n': r"labels.csv .*\['label'\]",
   }.items():
     table.write_text(text)

@@ -103,7 +103,7 @@ def test_npy_with_labels_and_splits_in_one_file(tmp_path):
     ),
     (
       dict(features=np.ones((1, 1)), label=np.zeros(1, int), class_names=np.array(['cat'])),
-      "it has the array 'class_names': did you mean 'class_name'",
+      "it has 'class_names': did you mean 'class_name'",
     ),
     (
       dict(features=np.ones((1, 1)), label=np.zeros(1, int), label_weight=np.ones(1, int)),
