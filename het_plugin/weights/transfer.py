@@ -99,9 +99,13 @@ def load_params(
   is_padded = layouts.has_our_names(arrays) and not towers.is_tower(arrays)
   in_file = (*_PARTS, *_TEXT) if any(name.startswith(_TEXT) for name in source) else _PARTS
   prefix = layouts.head_prefix_of(source)
-  passed_over = {name for name in source for pattern in skip if re.fullmatch(pattern, name)} | (
-    {name for name in source if layouts.is_head(name)} if head == INIT else set()
-  )
+  passed_over = {name for name in source if head == INIT and layouts.is_head(name)}
+  for pattern in skip:
+    matched = {name for name in source if re.fullmatch(pattern, name)}
+    if not matched:
+      some = ', '.join(sorted(source)[:_SHOWN])
+      raise ValueError(f'skip has {pattern!r}, which matches no array of the file: {some}, ...')
+    passed_over |= matched
 
   read, loaded, initialised, wrong = {}, [], [], []
   used = set()
@@ -132,7 +136,9 @@ def load_params(
     elif (is_head and ours not in _W_AND_B) or '/adapter/' in ours:
       initialised.append(ours)
     else:
-      wrong.append(f'{theirs} is missing, for {ours} {shape}')
+      what = 'skipped' if theirs in source else 'missing'
+      hint = f": bind RestoreCheckpointConfig.head = '{INIT}'" if is_head else ''
+      wrong.append(f'{theirs} is {what}, for {ours} {shape}{hint}')
   skipped = sorted(set(source) - used)
   if not used and not passed_over:
     names = ', '.join(skipped[:_SHOWN]) + (', ...' if len(skipped) > _SHOWN else '')

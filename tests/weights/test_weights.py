@@ -230,6 +230,18 @@ def test_what_does_not_fit_is_listed(change, words):
     load(arrays, our_vit())
 
 
+def test_what_is_skipped():
+  arrays = theirs.vit()
+  _, report = load(arrays, our_vit(representation_size=None), skip=('pre_logits/.*',))
+  assert list(report.skipped) == ['pre_logits/bias', 'pre_logits/kernel']
+  for skip, words in (
+    ('head/.*', r"head/bias is skipped, for head/bias \(128,\): bind .*head = 'init'"),
+    ('prelogits/.*', "'prelogits/.*', which matches no array of the file: Transformer/"),
+  ):
+    with pytest.raises(ValueError, match=words):
+      load(arrays, our_vit(), skip=('cls|pre_logits/.*', skip))
+
+
 def test_attention_heads_are_those_of_the_file():
   """The shapes of the model are the same for every number of them."""
   stacked = theirs.big_vision(theirs.vit(), stacked=True)
