@@ -44,7 +44,7 @@ LABEL_NAMES = ('label', 'labels', 'y', 'target', 'targets')
 VALUE_NAMES = ('log_prob', 'prob', 'logits')
 DTYPES = ('float32', 'bfloat16', 'float16')
 SUFFIXES = ('.npz', '.safetensors', '.npy')
-_OPTIONAL = 'index', 'label_weight', 'annotator', 'class_name'
+_OPTIONAL = 'index', 'label_weight', 'annotator', 'class_name', 'split'
 _SIMILAR = 0.85  # least similarity of the name of an array to one that was probably meant
 _PER_EXAMPLE = ('expected_entropy', 'nll')
 _SHOWN = 8  # arrays in an error
@@ -441,7 +441,8 @@ def _rows_of_split(arrays: Mapping[str, np.ndarray], split: str, num_rows: int) 
   names = arrays['split'].astype(str) if 'split' in arrays else np.empty(0, str)
   if names.shape != (num_rows,) or split not in names:
     raise ValueError(
-      f"an array 'split' of {num_rows} strings must have {split!r}; there are {sorted(set(names))}"
+      f"an array 'split' of {num_rows} strings must have {split!r}; there are "
+      f'{np.unique(names).tolist()}'
     )
   return np.flatnonzero(names == split)
 

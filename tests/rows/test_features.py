@@ -106,6 +106,10 @@ def test_npy_with_labels_and_splits_in_one_file(tmp_path):
       "it has 'class_names': did you mean 'class_name'",
     ),
     (
+      dict(features=np.ones((1, 1)), label=np.zeros(1, int), splits=np.array(['train'])),
+      "it has 'splits': did you mean 'split'",
+    ),
+    (
       dict(features=np.ones((1, 1)), label=np.zeros(1, int), label_weight=np.ones(1, int)),
       r'label_weight is int64 \[1\]; it must be floating point \[1, 1\]',
     ),
