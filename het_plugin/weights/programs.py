@@ -4,7 +4,7 @@
     saved_model  a SavedModel of TensorFlow with the signature 'serving_default'
     onnx         model.onnx
 
-Each is a folder that also has metadata.json. The batch may have any size.
+Each is a folder that also has metadata.json. The batch may have any size of at least 1.
 """
 
 import contextlib
