@@ -11,6 +11,7 @@ from het_plugin.training import checkpoint_reader
 
 _ENGINE = 'het_plugin/gin/t5x/train.gin'
 _ENGINE_MODULE = 'het_plugin.hosts.t5x.engine'
+_ACCEPT = 'summarize_config.accept_changes'  # of one start, so no setting of the run
 
 
 def summarize_config(
@@ -34,9 +35,9 @@ def summarize_config(
   folder = epath.Path(model_dir)
   engine = statements.bindings(epath.Path(parsing.resolve(_ENGINE)).read_text())
   config = changes.RunConfig(
-    statements.without(text, set(engine), _ENGINE_MODULE),
+    statements.without(text, {*engine, _ACCEPT}, _ENGINE_MODULE),
     accept_changes,
-    '--gin.summarize_config.accept_changes=True',
+    f'--gin.{_ACCEPT}=True',
   )
   before = folder / changes.CONFIG
   if step and before.exists():

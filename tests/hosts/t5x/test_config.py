@@ -16,7 +16,7 @@ def configure(head):
   parsing.parse_config([f'het_plugin/gin/{file}.gin' for file in files], ["MODEL_DIR = 'unused'"])
 
 
-def test_a_run_is_not_resumed_with_another_head(tmp_path):
+def test_a_run_is_not_resumed_with_another_head(tmp_path, monkeypatch):
   configure('het_xl')
   config.summarize_config(tmp_path, None, 0)
   config.summarize_config(tmp_path, None, 4)  # the same run, resumed
@@ -26,7 +26,11 @@ def test_a_run_is_not_resumed_with_another_head(tmp_path):
   with pytest.raises(ValueError, match='step 4.*HEAD'):
     config.summarize_config(tmp_path, None, 4)
   assert (tmp_path / 'config.gin').read_text() == saved
-  config.summarize_config(tmp_path, None, 4, accept_changes=True)
+  with monkeypatch.context() as patch:
+    text = gin.config_str() + 'summarize_config.accept_changes = True\n'
+    patch.setattr(gin, 'config_str', lambda: text)
+    config.summarize_config(tmp_path, None, 4, accept_changes=True)
+  config.summarize_config(tmp_path, None, 6)  # without the binding it is the same run
   assert 'HetXL' not in (tmp_path / 'config.gin').read_text()
   assert (tmp_path / 'config_until_4.gin').read_text() == saved
   gin.clear_config()
