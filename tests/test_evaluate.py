@@ -100,7 +100,9 @@ def test_the_notes_explain_the_columns_that_are_shown(tmp_path, run_main):
     assert 'entropy: of the predictive' in printed and 'MI' not in printed
   np.savez(tmp_path / 'each.npz', prob=np.tile([0.9, 0.1], (20, 1)), label=label, link='sigmoid')
   of_both = (f'--predictions={tmp_path}/{name}.npz' for name in ('half', 'each'))
-  assert 'cannot be compared with those of a softmax' in run_main(evaluate, *of_both)
+  printed = run_main(evaluate, *of_both)
+  assert 'cannot be compared with those of a softmax' in printed
+  assert 'of a sigmoid, whose rows have a ranking AP, the share of these classes' in printed
 
 
 def test_a_bounded_choice_of_a_file_is_not_its_first_rows(tmp_path, run_main):

@@ -19,6 +19,8 @@ _SHOWN = (
 _MEANINGS = {  # of the columns, as the notes explain them
   'nll': 'NLL: nats per example',
   'precision_at_1': 'prec@k: the label is among the k most probable classes',
+  'ranking_ap': 'of a sigmoid, whose rows have a ranking AP, the share of these classes that are '
+  'labels',
   'ece': 'ECE: 15 bins',
   'aurc': 'AURC: mean error rate over all coverages',
   'e_aurc': 'E-AURC: AURC minus the AURC of the best possible order',
