@@ -89,7 +89,7 @@ class Placement:
 
       examples = [x for x, cut in zip(leaves, is_cut, strict=True) if cut]
       size = _group_size(examples[0].shape[0], example_bytes)
-      groups = [x.reshape(-1, size, *x.shape[1:]) for x in examples]
+      groups = [x.reshape(x.shape[0] // size, size, *x.shape[1:]) for x in examples]
       return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(some, groups))
 
     return functools.partial(jax.lax.platform_dependent, cpu=in_turn, default=function)

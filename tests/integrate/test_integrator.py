@@ -342,6 +342,28 @@ def test_deterministic_logits_take_the_closed_form():
   np.testing.assert_allclose(nll, -(off.sum(-1) + on), rtol=1e-5)
 
 
+def test_a_softmax_of_noise_without_factors_is_that_of_its_remainder():
+  logits = gaussian(make('identity', full=True, dtype=jnp.float32), 'identity')
+  loading, labels = logits.covariance.loading, pad(LABELS)
+
+  def alike(keys, sample_index, num_normals):
+    return jnp.repeat(iid(keys, sample_index, 1), num_normals, axis=-1)
+
+  integrator = Integrator(num_samples=4, sampler=alike, order='project_then_sample')
+
+  @jax.jit
+  @jax.value_and_grad
+  def found(location, loading):
+    covariance = logits.covariance.replace(loading=loading)
+    changed = logits.replace(location=location, covariance=covariance)
+    return integrator.nll(changed, labels, keys_of()).sum()
+
+  for a, b in zip(
+    found(logits.location, loading[:, :0]), found(logits.location, 0.0 * loading), strict=True
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'kind,link,result',
