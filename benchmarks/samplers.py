@@ -1,6 +1,6 @@
 """The error of log p(y) by sampler, for each head, random and trained, and sizes of the noise.
 
-    python benchmarks/samplers.py [--json OUT] [--png OUT]
+    python benchmarks/samplers.py [--json OUT]
 
 RMSE of log p(y | x), from the loss, over keys, examples and labels y ~ p(y | x), against 16,384
 rotated Sobol points with other keys; --samplers mean_field,taylor are the closed forms, and
@@ -18,7 +18,6 @@ head's parameters and by those of the noise, its cosine with the exact gradient 
 """
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +25,6 @@ import numpy as np
 import optax
 from command_line import integers, make_parser, names, numbers, print_table, report, write_json
 from integrator import loss_rmse
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from het_plugin.heads import Het, HetH, HetXL, LearnedTemperature
 from het_plugin.integrate import ESTIMATORS, SAMPLERS, Analytic, Integrator, example_keys
@@ -59,7 +56,6 @@ def parse_args():
   parser.add_argument('--steps', type=int, default=200, help='training steps of the trained heads')
   parser.add_argument('--principal_factors', type=integers, help='values of m, for a sigmoid')
   parser.add_argument('--trials', type=int, default=64, help='keys and labels per example')
-  parser.add_argument('--png', type=Path, help='draw the errors here')
   args = parser.parse_args()
   # The closed forms take no samples.
   args.columns = [
@@ -191,24 +187,6 @@ def title(sampler, s):
   return f'{sampler} S={s}' if s else sampler
 
 
-def draw(path, rows):
-  """A panel per head and kind of weights: RMSE against the size of the noise."""
-  panels = list(dict.fromkeys((row['weights'], row['head']) for row in rows))
-  figure = Figure(figsize=(3 * len(panels), 3), layout='constrained')
-  axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-  for ax, panel in zip(axes, panels, strict=True):
-    of_panel = [row for row in rows if (row['weights'], row['head']) == panel]
-    for sampler, s in dict.fromkeys((row['sampler'], row['s']) for row in of_panel):
-      line = [row for row in of_panel if (row['sampler'], row['s']) == (sampler, s)]
-      x, y = ([row[key] for row in line] for key in ('noise_std', 'rmse'))
-      ax.loglog(x, y, marker='o', label=title(sampler, s))
-    ax.set(title=' '.join(panel), xlabel='std of logits / tau')
-  axes[0].set_ylabel('RMSE of log p(y)')
-  axes[0].legend(frameon=False)
-  FigureCanvasAgg(figure)
-  figure.savefig(path, dpi=110)
-
-
 def main():
   args = parse_args()
   if args.principal_factors:
@@ -231,8 +209,6 @@ def main():
   last = next(c for c in reversed(args.columns) if c[0] == args.samplers[0])
   better = sum(of[first] < of[last] for of in table.values())
   print(f'{title(*first)} is below {title(*last)} in {better} of {len(table)}')
-  if args.png:
-    draw(args.png, rows)
   write_json(args.json, {'rows': rows, 'better': better, 'of': len(table)})
 
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
 
 import gin
 from het_plugin.backbones import transformer
@@ -297,13 +296,11 @@ def test_noisy_labels_without_data(call_main, capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_samplers(run, tmp_path):
-  png = tmp_path / 'errors.png'
+def test_samplers(run):
   flags = ['--heads=het_xl', '--noises=0.5', '--steps=5', '--reference_samples=4096', '--trials=2']
   flags += ['--batch=4', '--classes=20', '--dim=8', '--factors=4', '--samplers=iid,taylor,sobol']
   flags += ['--samples=64']
-  result, printed = run('samplers.py', *flags, f'--png={png}')
-  assert Image.open(png).size == (660, 330)
+  result, printed = run('samplers.py', *flags)
   rows = {(row['weights'], row['sampler'], row['s']): row['rmse'] for row in result['rows']}
   assert len(rows) == 6 and all(error > 0 for error in rows.values())
   assert rows['trained', 'sobol', 64] < rows['trained', 'iid', 64]
