@@ -50,7 +50,6 @@ from het_plugin.integrate import (
   Linear,
   LowRank,
   example_keys,
-  shared_key,
 )
 from het_plugin.integrate.exact import marginals
 from het_plugin.integrate.integrator import MIN_TILTED, multi_hot
@@ -131,12 +130,12 @@ def make_logits(head, link, x, buckets):
   )
 
 
-def our_loss(head, link, integrator, buckets, shared_draws):
+def our_loss(head, link, integrator, buckets):
   """The same loss through `Integrator.nll`."""
 
   def loss(x, labels, key):
     logits = make_logits(head, link, x, buckets)
-    keys = shared_key(key) if shared_draws else example_keys(key, jnp.arange(len(labels)))
+    keys = example_keys(key, jnp.arange(len(labels)))
     return integrator.nll(logits, labels, keys).mean()
 
   return loss
@@ -217,7 +216,7 @@ def compare(args, head, link, method, num_samples, rates, log_prob):
   arguments = (x, labels, jax.random.key(1))
   buckets = jnp.asarray(class_buckets(args.classes, args.dim, 0))
   integrator = Integrator(num_samples, sampler=args.sampler, method=method)
-  ours = compile_loss(our_loss(head, link, integrator, buckets, args.shared_draws), *arguments)
+  ours = compile_loss(our_loss(head, link, integrator, buckets), *arguments)
   reference = compile_loss(reference_loss(head, link, num_samples, buckets), *arguments)
   seconds, reference_seconds = time_in_turns((ours, reference), arguments, args.repeats, args.clock)
   temp, reference_temp = (f.memory_analysis().temp_size_in_bytes for f in (ours, reference))
@@ -299,7 +298,7 @@ def equal_accuracy(args, noise, head, link):
     if error <= target:
       break
     num_samples *= 2
-  ours = compile_loss(our_loss(head, link, integrator, buckets, args.shared_draws), *arguments)
+  ours = compile_loss(our_loss(head, link, integrator, buckets), *arguments)
   reference = compile_loss(reference_loss(head, link, PAPER_SAMPLES, buckets), *arguments)
   seconds, reference_seconds = time_in_turns((ours, reference), arguments, args.repeats, args.clock)
   return dict(
@@ -419,9 +418,6 @@ def main():
   parser.add_argument('--factors', type=int, help='factors R; 50, or 15 for many classes')
   parser.add_argument('--sampler', choices=SAMPLERS, default='iid', help='of our side')
   parser.add_argument(
-    '--shared_draws', action='store_true', help='our examples share the normals of a step'
-  )
-  parser.add_argument(
     '--repeats',
     type=int,
     default=20,
@@ -453,7 +449,7 @@ def main():
   if args.noises and not args.equal_accuracy:
     parser.error('--noises needs --equal_accuracy')
   if max(args.classes) >= MANY_CLASSES:
-    unread = ('sampler', 'shared_draws', 'trials')
+    unread = ('sampler', 'trials')
   else:
     unread = ('class_tile', 'memory_only', 'limit_gb', 'tokamax')
     unread += ('sampler', 'samples') if args.equal_accuracy else ()
