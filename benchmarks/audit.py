@@ -104,7 +104,7 @@ def scores(args, x, y):
     from cleanlab.filter import find_label_issues
     from cleanlab.rank import get_label_quality_scores
 
-    p = out_of_fold(LogisticRegression(C=args.cleanlab_c, max_iter=1000), 'predict_proba', x, y)
+    p = out_of_fold(LogisticRegression(max_iter=1000), 'predict_proba', x, y)
     issues = find_label_issues(y, p, n_jobs=1)
     found['cleanlab'] = -get_label_quality_scores(y, p), issues.mean()
   for head in args.heads:
@@ -188,7 +188,6 @@ def main():
   parser.add_argument(
     '--cleanlab', action=argparse.BooleanOptionalAction, default=True, help='also cleanlab'
   )
-  parser.add_argument('--cleanlab_c', type=float, default=1.0, help='C of its LogisticRegression')
   parser.add_argument('--stream', action='store_true', help='the memory of rows on disk')
   args = parser.parse_args()
   if args.stream:

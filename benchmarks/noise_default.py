@@ -1,6 +1,6 @@
 """The default of C_noise, 'auto', against 0.03 C and DET: NLL of other rows, and CPU seconds.
 
-    python benchmarks/noise_default.py --json=rows.json [--problems=digits,known_50] [--seeds=0,1]
+    python benchmarks/noise_default.py --json=rows.json [--problems=digits,known] [--seeds=0,1]
 
 Every problem is fitted with the default C, tolerance and iterations, and R = 4:
 
@@ -9,8 +9,6 @@ Every problem is fitted with the default C, tolerance and iterations, and R = 4:
     uniform   the same, with 30% moved to any class
     known     benchmarks/known_truth.py: labels of a HET-XL, 10 classes, 8 features, N = 5,000
     probe     benchmarks/probe.py --truth=het_xl, 50 classes, 64 features, N = 5,000
-    known_50  as known with N = 50,000, only if it is named; not in docs/results
-    probe_20  as probe with N = 20,000, likewise
 
 gain is the NLL of DET less that of the head on rows that no fit has seen, in nats. gain_stderr is
 its paired standard error over examples. cpu_seconds count neither the fit of DET, where the noise
@@ -45,14 +43,14 @@ def digits(kind, seed):
   return (x[:900], y[:900]), (x[900:], y[900:])
 
 
-def known(num_per_class, seed):
-  problem = known_truth.Problem('softmax', 10, 8, 2, 3.0, num_per_class)
+def known(seed):
+  problem = known_truth.Problem('softmax', 10, 8, 2, 3.0, 500)
   _, _, train, _, test = known_truth.draw_problem(problem, 'het_xl', seed)
   return train, test
 
 
-def rows_of_probe(num_rows, seed):
-  x, y = probe.problem('het_xl', num_rows + NUM_TEST, 64, 50, seed)
+def rows_of_probe(seed):
+  x, y = probe.problem('het_xl', 5_000 + NUM_TEST, 64, 50, seed)
   return (x[NUM_TEST:], y[NUM_TEST:]), (x[:NUM_TEST], y[:NUM_TEST])
 
 
@@ -60,10 +58,8 @@ PROBLEMS = {
   'digits': lambda seed: digits('digits', seed),
   'next': lambda seed: digits('next', seed),
   'uniform': lambda seed: digits('uniform', seed),
-  'known': lambda seed: known(500, seed),
-  'probe': lambda seed: rows_of_probe(5_000, seed),
-  'known_50': lambda seed: known(5_000, seed),
-  'probe_20': lambda seed: rows_of_probe(20_000, seed),
+  'known': known,
+  'probe': rows_of_probe,
 }
 
 
@@ -101,7 +97,7 @@ def measure(problem, seed, heads, num_rows):
 
 def main():
   parser = make_parser(__doc__)
-  parser.add_argument('--problems', type=names(PROBLEMS), default=list(PROBLEMS)[:5])
+  parser.add_argument('--problems', type=names(PROBLEMS), default=list(PROBLEMS))
   parser.add_argument('--seeds', type=integers, default=[0, 1])
   parser.add_argument('--heads', type=names(HEADS), default=HEADS)
   parser.add_argument('--rows', type=int, help='rows of a fit, at most')

@@ -146,7 +146,6 @@ def main():
   parser.add_argument('--samples', type=int, default=16)
   parser.add_argument('--C', type=float, default=0.1)
   parser.add_argument('--C_noise', type=_c_noise, default=None, help='a number, or auto')
-  parser.add_argument('--tol', type=float, default=1e-4)
   parser.add_argument('--iterations', type=int, default=500, help='at most')
   parser.add_argument('--truth', choices=('het', 'het_xl'), default='het')
   parser.add_argument('--compiled', action='store_true', help='compile before the clock starts')
@@ -161,7 +160,7 @@ def main():
   start, of_det = {}, 0.0
   for head in args.heads:
     noise = {'num_factors': args.factors, 'num_samples': args.samples, 'C_noise': args.C_noise}
-    settings = {'C': args.C, 'tol': args.tol, 'max_iter': args.iterations}
+    settings = {'C': args.C, 'max_iter': args.iterations}
     estimator = CLASSIFIERS[head](**settings, **(noise if head != 'det' else {}))
     if args.compiled:
       measure(head, clone(estimator).set_params(max_iter=2), train, test, **start)
