@@ -9,9 +9,8 @@ logits `noise`. A point is measured on n rows per class, with a fifth of them he
 C and the C_noise that `probe.choose` takes. The gain over DET is on 5,000 test rows; gain_stderr is
 its paired standard error over them, extreme the share that 1% of them make, and gain_share the gain
 over (NLL of DET - NLL of the truth). covariance_correlation is that of the entries of the
-covariances of head and truth (centred for a softmax, to which shared noise is nothing), and
-principal_angles are those in degrees between their R leading factors at an x, in the mean over x.
-grid lists the values of C_noise, and the last table compares the rule with taking the least NLL.
+covariances of head and truth (centred for a softmax, to which shared noise is nothing). grid lists
+the values of C_noise, and the last table compares the rule with taking the least NLL.
 The prediction is that the gain of HET and HET-XL is what DET lacks, less the prices of W and of the
 noise (`probe.price`).
 --from_truth adds rows of the head that drew the labels, fitted from the true parameters on.
@@ -150,18 +149,6 @@ def _covariance(factors):
   return np.einsum('ntk,ntl->nkl', factors, factors)
 
 
-def principal_angles(factors, true):
-  """Degrees [R] between the spaces of the R leading factors, ascending, in the mean over rows.
-
-  Args:
-    factors, true: [N, T, K] of head and truth, of which one column of T is the diagonal.
-  """
-  num = true.shape[1] - 1
-  bases = [np.linalg.svd(x, full_matrices=False)[2][:, :num] for x in (factors, true)]
-  cosines = np.linalg.svd(np.einsum('nrk,nsk->nrs', *bases), compute_uv=False)
-  return np.degrees(np.arccos(np.clip(cosines, 0, 1))).mean(axis=0).round(1).tolist()
-
-
 def fit_best(head, grid, train, held_out, start=None):
   """The estimator of the point of a grid that `choose` takes, the estimators of all points, and
   the NLL of held-out rows [points, N].
@@ -226,14 +213,13 @@ def measure(problem, truth, heads, seed, from_truth):
   for head, (estimator, fits, held_out_nll) in fitted.items():
     nll = estimator.nll(*test)
     gain, possible = det_nll - nll, float(det_nll.mean() - true.mean())
-    correlation = angles = None
+    correlation = None
     c_noise = getattr(estimator, 'C_noise', None)
     if c_noise and problem.noise:
       factors = _compared(estimator._map('factors', compared), problem.link)
       upper = np.triu_indices(factors.shape[-1])
       pair = (_covariance(x)[:, *upper].ravel() for x in (factors, true_factors))
       correlation = float(np.corrcoef(*pair)[0, 1])
-      angles = principal_angles(factors, true_factors)
     rows.append(
       {
         **dataclasses.asdict(problem),
@@ -251,7 +237,6 @@ def measure(problem, truth, heads, seed, from_truth):
         'extreme': extreme_share(gain),
         'gain_share': float(gain.mean()) / possible if problem.noise else None,
         'covariance_correlation': correlation,
-        'principal_angles': angles,
         'grid': [] if head == 'det' else candidates(fits, held_out_nll, test),
       }
     )
