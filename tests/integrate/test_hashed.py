@@ -9,25 +9,16 @@ import pytest
 
 from het_plugin import heads
 from het_plugin.integrate import Integrator, Linear, example_keys
+from tests.integrate.test_tiles import LABELS, MULTI_LABELS, B, D, K, arrays, assert_close
 from tests.meshes import make_mesh, on_mesh
 
-B, D, K, H = 4, 16, 300, 40
-LABELS = np.array([3, 299, -1, 0], np.int32)
-MULTI_LABELS = np.array([[3, 4], [299, -1], [-1, -1], [49, 50]], np.int32)
 KEYS = example_keys(jax.random.key(2), jnp.arange(B))
 
 
 def problem(remainder='rank_one', **fields):
   """HET-H with parameters that are not zero, and phi [B, D]."""
-  head = heads.HetH(K, num_factors=3, num_buckets=H, remainder=remainder, **fields)
-  phi = jax.random.normal(jax.random.key(1), (B, D))
-  params = jax.jit(head.init)(jax.random.key(0), phi)['params']
-  rng = np.random.default_rng(0)
-
-  def move(x):
-    return jnp.asarray(np.asarray(x) + 0.3 * rng.normal(size=x.shape).astype('f4'))
-
-  return head, jax.tree.map(move, params), phi
+  head = heads.HetH(K, num_factors=3, num_buckets=40, remainder=remainder, **fields)
+  return head, *arrays(head, seed=0)
 
 
 def of_classes(logits):
@@ -56,12 +47,6 @@ def results(integrator, head, params, phi, change):
 
   (_, values), gradient = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(params, phi)
   return values, gradient
-
-
-def assert_close(found, expected, rtol):
-  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    y = np.asarray(y, np.float64)
-    assert np.all(np.isfinite(x)) and np.linalg.norm(x - y) <= rtol * np.linalg.norm(y) + 1e-12
 
 
 @pytest.mark.slow
