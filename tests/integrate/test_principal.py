@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 
 from het_plugin import heads
 from het_plugin.integrate import Integrator, principal
@@ -29,7 +28,6 @@ from tests.integrate.test_tiles import (
   LABELS,
   TILE,
   B,
-  D,
   assert_close,
   problem,
   temporary_bytes,
@@ -259,22 +257,6 @@ def test_noise_of_zero_is_det(class_tile):
   value, gradient, expected = both(params, 0.0)
   np.testing.assert_allclose(value, expected, rtol=1e-5)
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
-
-
-def test_symbolic_batch():
-  head, params, _ = problem('het_xl', 'sigmoid')
-  (batch,) = export.symbolic_shape('b')
-
-  def nll(phi, labels):
-    return Integrator(principal_factors=1).nll(head.apply({'params': params}, phi), labels)
-
-  shapes = [
-    jax.ShapeDtypeStruct((batch, D), jnp.float32),
-    jax.ShapeDtypeStruct((batch,), jnp.int32),
-  ]
-  exported = export.export(jax.jit(nll))(*shapes)
-  phi, labels = jax.random.normal(jax.random.key(1), (3, D)), jnp.array([0, 7, 299])
-  np.testing.assert_allclose(exported.call(phi, labels), jax.jit(nll)(phi, labels), rtol=1e-5)
 
 
 @pytest.mark.slow

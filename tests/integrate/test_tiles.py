@@ -278,14 +278,20 @@ def test_large_losses_take_tiles_by_themselves():
   assert of_more <= 1.05 * tiled + 2**12
 
 
-@pytest.mark.slow
-def test_symbolic_batch():
-  head, params, _ = problem('het_xl', 'softmax')
+@pytest.mark.parametrize(
+  'link,settings',
+  [
+    ('sigmoid', {'principal_factors': 1}),
+    pytest.param('softmax', {'num_samples': 4, 'class_tile': TILE}, marks=pytest.mark.slow),
+  ],
+)
+def test_symbolic_batch(link, settings):
+  head, params, _ = problem('het_xl', link)
   (batch,) = export.symbolic_shape('b')
 
   def nll(phi, labels):
     keys = shared_key(jax.random.key(0))
-    return Integrator(4, class_tile=TILE).nll(head.apply({'params': params}, phi), labels, keys)
+    return Integrator(**settings).nll(head.apply({'params': params}, phi), labels, keys)
 
   shapes = [
     jax.ShapeDtypeStruct((batch, D), jnp.float32),
