@@ -137,6 +137,14 @@ def few_memory_maps():
     gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def gin_left_clean():
+  """No test leaves a gin configuration, which may be locked, to the next one."""
+  yield
+  if 'gin.config' in sys.modules:
+    sys.modules['gin'].clear_config()
+
+
 @pytest.fixture
 def parsed_flags():
   """`with parsed_flags(main, *arguments) as argv`: the flags of a main's module, gone afterwards,

@@ -117,7 +117,6 @@ def test_every_cell_builds_its_model(name, tmp_path):
     extra[label] = num_params()
   if name == 'det_equal_params':
     assert abs(extra['DET, wider MLP'] / extra['HET-XL'] - 1) < 0.001
-  gin.clear_config()
 
 
 def test_names(run_main, tmp_path):

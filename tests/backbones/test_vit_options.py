@@ -159,7 +159,6 @@ def test_options_are_those_of_the_reference(name):
 def test_22b_has_the_parameters_of_the_paper():
   parsing.parse_config(['het_plugin/gin/models/vit_22b.gin'], [])
   model = gin.query_parameter('%BACKBONE').scoped_configurable_fn()
-  gin.clear_config()
   image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
   params = jax.eval_shape(model.init, jax.random.key(0), image)['params']
   matrices = [x for path, x in jax.tree.leaves_with_path(params['blocks']) if 'kernel' in str(path)]

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gin
 from het_plugin.backbones import transformer
 from het_plugin.integrate import integrator
 from het_plugin.planning import step, topology, worker
@@ -212,7 +211,6 @@ def test_paper_slice(run, monkeypatch):
   monkeypatch.setattr(topology, 'get', lambda *_: place)
   monkeypatch.setattr(worker, 'compile_in_process', step.plan)  # tests/planning has the process
   rows, printed = run('paper_slice.py', *flags)
-  gin.clear_config()
   assert [(row['mesh'], row['head'], row['fits']) for row in rows] == [
     ('2x2', 'det', True),
     ('2x2', 'het_xl', True),

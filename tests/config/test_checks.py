@@ -14,8 +14,6 @@ RUN = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'
 @pytest.fixture(autouse=True)
 def registered():
   registry.register('experiments')
-  yield
-  gin.clear_config()
 
 
 @pytest.mark.parametrize(

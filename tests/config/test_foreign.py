@@ -59,8 +59,6 @@ CODE = {
 @pytest.fixture(autouse=True)
 def registered():
   registry.register_trainer()
-  yield
-  gin.clear_config()
 
 
 @pytest.mark.parametrize('kind', HARMLESS)

@@ -41,12 +41,6 @@ OWN = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def gin_left_clean():
-  yield
-  gin.clear_config()
-
-
 NEED_DATA = ('own_images', 'jft300m', 'jft4b', 'imagenet21k')
 BACKBONE = 'het_plugin/gin/models/vit_ti_16.gin'
 

@@ -17,10 +17,8 @@ FRAMES = ('train.gin', 'temperature.gin')  # runs/temperature.gin is for `tune`,
 
 
 @pytest.fixture(autouse=True)
-def gin_left_clean():
+def registered():
   registry.register_trainer()
-  yield
-  gin.clear_config()
 
 
 def config_text(head, *bindings, run='runs/glyphs', files=()):

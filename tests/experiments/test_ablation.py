@@ -48,8 +48,7 @@ def trained(monkeypatch):
 
   monkeypatch.setattr(trainings, 'complete', complete)
   monkeypatch.setattr(trainings, 'configured_model', lambda: (None, ParamCounts(5, 3, 1)))
-  yield calls
-  gin.clear_config()
+  return calls
 
 
 def ablation(**settings):

@@ -63,7 +63,6 @@ def test_values_arrive_in_gin_with_their_types():
     gin.parse_config(bindings)
     assert gin.query_parameter('%ANYTHING') == wanted
     assert gin.query_parameter('%MODEL_DIR') == "runs/a folder's"
-  gin.clear_config()
 
 
 @pytest.mark.parametrize(

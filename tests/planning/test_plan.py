@@ -7,19 +7,12 @@ import sys
 import jax
 import pytest
 
-import gin
 from het_plugin import plan as main
 from het_plugin.planning import report, search, step, topology, worker
 from het_plugin.planning.worker import Request
 
 RUN = ['het_plugin/gin/runs/glyphs.gin', 'het_plugin/gin/heads/het_xl.gin']
 TINY = ['vit.width=16', 'vit.depth=1', 'vit.mlp_dim=16', 'vit.num_heads=2']
-
-
-@pytest.fixture(autouse=True)
-def fresh_config():
-  yield
-  gin.clear_config()
 
 
 def request(**changes):

@@ -23,14 +23,6 @@ EXAMPLES = {'het_plugin/gin/heads/NAME.gin', 'gin/heads/NAME.gin', 'het_plugin.g
 pages = pytest.mark.parametrize('page', PAGES, ids=lambda path: path.name)
 
 
-@pytest.fixture(autouse=True)
-def no_configuration():
-  """Before a test, for one elsewhere may have left its own, locked; and after it."""
-  gin.clear_config()
-  yield
-  gin.clear_config()
-
-
 def blocks(page, language):
   """The fenced blocks of a language, without their indentation in lists."""
   found = re.findall(rf'^( *)```{language}\n(.*?)^\1```', page.read_text(), re.M | re.S)

@@ -18,12 +18,6 @@ NAME = 'PjitPartitioner.num_partitions'
 TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
 
 
-@pytest.fixture(autouse=True)
-def gin_left_clean():
-  yield
-  gin.clear_config()
-
-
 def assert_equal(got, want):
   """`got` is a tree, `want` flat."""
   flat = traverse_util.flatten_dict(got, sep='/')

@@ -20,12 +20,6 @@ START, STEPS = 3, 6
 NO_EVALUATION = 'train.train_eval_dataset_cfg = None'
 
 
-@pytest.fixture(autouse=True)
-def gin_left_clean():
-  yield
-  gin.clear_config()
-
-
 def trained(model_dir, head, *bindings, late=True, total_steps=STEPS):
   """Parameters {path: array} after a training with a schedule of STEPS steps, and its state."""
   files = [RUN, f'het_plugin/gin/heads/{head}.gin', *([LATE] if late else [])]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-import gin
 from het_plugin import fewshot, runs, weights, zeroshot
 from het_plugin.backbones import ConvNeXt, TextTransformer, ViT
 from het_plugin.weights import towers
@@ -235,7 +234,6 @@ def test_both_towers_of_a_file_are_opened_without_a_gin_file(clip_file):
   path, image_tower, text_tower = clip_file
   looped = ['text_transformer.scan_layers = True']
   run = runs.open_run(path, bindings=looped, published=runs.opening.PUBLISHED_PAIRS)
-  gin.clear_config()
   text = np.asarray([[4, 9, 1, 0, 0, 0, 0], [5, 1, 0, 0, 0, 0, 0]])
   beta = run.model.text_embeddings(run.params, text)
   np.testing.assert_allclose(beta, unit(text_embeddings(text_tower, text)), atol=1e-5)

@@ -4,7 +4,6 @@ import types
 
 import pytest
 
-import gin
 from het_plugin import data
 from het_plugin.config import parsing
 from het_plugin.hosts.t5x import config, datasets
@@ -33,7 +32,6 @@ def test_a_run_is_not_resumed_with_another_head(tmp_path, monkeypatch):
   config.summarize_config(tmp_path, None, 6)  # without the binding it is the same run
   assert 'HetXL' not in (tmp_path / 'config.gin').read_text()
   assert (tmp_path / 'config_until_4.gin').read_text() == saved
-  gin.clear_config()
 
 
 def test_an_evaluation_does_not_replace_the_configuration_of_a_run(tmp_path):
