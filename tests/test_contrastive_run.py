@@ -14,6 +14,7 @@ from het_plugin import export, weights, zeroshot
 from het_plugin.config import parsing
 from het_plugin.runs import open_run, starting
 from het_plugin.training import checkpoint_reader, partitioning
+from tests.training.toy_run import lines, series
 
 pytestmark = pytest.mark.slow  # of the fixture `runs`
 
@@ -85,13 +86,9 @@ def test_late_noise_is_that_of_det_until_it_starts(runs, tmp_path):
 
 
 def test_it_is_evaluated_while_it_trains_and_goes_on(runs):
-  rows = [json.loads(line) for line in (runs[1] / 'metrics.jsonl').read_text().splitlines()]
+  rows = lines(runs[1])
   assert [row['step'] for row in rows if 'train/loss' in row] == [1, 2, 3, 4]
-  top1 = {
-    row['step']: row['zeroshot/glyphs_heldout/top1']
-    for row in rows
-    if 'zeroshot/glyphs_heldout/top1' in row
-  }
+  top1 = series(runs[1], 'zeroshot/glyphs_heldout/top1')
   assert list(top1) == [2, 3, 4] and all(0 <= x <= 1 for x in top1.values())
   assert any('zeroshot/glyph_names/image_to_text/recall10' in row for row in rows)
   assert any('train/precision_at_1/text_to_image' in row for row in rows)
@@ -102,8 +99,7 @@ def test_zero_shot_of_the_checkpoint(runs, run_main, tmp_path):
   out = tmp_path / 'zeroshot.json'
   run_main(zeroshot, f'--checkpoint={runs[1]}', f'--json={out}')
   rows = {row['dataset']: row for row in json.loads(out.read_text())['rows']}
-  records = [json.loads(line) for line in (runs[1] / 'zeroshot.jsonl').read_text().splitlines()]
-  for record in records:
+  for record in lines(runs[1] / 'zeroshot.jsonl'):
     if record['step'] == 4:
       row = rows[record['dataset']]
       assert all(row[key] == record[key] for key in ('top1', 'top5', 'recall_at') if key in record)

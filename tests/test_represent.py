@@ -14,6 +14,7 @@ from het_plugin import rows as rows_lib
 from het_plugin.config import parsing
 from het_plugin.evaluation import represent as represent_lib
 from het_plugin.runs.starting import train_from_gin
+from tests.training.toy_run import series
 
 TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
 
@@ -109,8 +110,7 @@ def test_a_head_fitted_to_representations_goes_over_the_backbone(digits_run, cal
     ],
   )
   train_from_gin()
-  lines = [json.loads(x) for x in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
-  (trained,) = (x['training_eval/digits/nll'] for x in lines if 'training_eval/digits/nll' in x)
+  (trained,) = series(tmp_path / 'run', 'training_eval/digits/nll').values()
   y = rows_lib.read(test).label
   assert trained == pytest.approx(fitted.nll(test, y).mean(), abs=1e-4)
   opened = estimators.from_run(str(tmp_path / 'run'))

@@ -1,7 +1,6 @@
 """The main as a user runs it, and the agreement of real models across meshes and microbatches."""
 
 import functools
-import json
 import pathlib
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from het_plugin.config import parsing
 from het_plugin.runs.starting import train_from_gin
 from het_plugin.training import partitioning
 from het_plugin.training import step as step_lib
+from tests.training.toy_run import lines
 
 ROOT = pathlib.Path(__file__).parents[1]
 SHORT = ['WARMUP_STEPS = 0', 'train.train_eval_dataset_cfg = None']
@@ -84,10 +84,6 @@ def arguments(model_dir, *bindings):
   ]
 
 
-def read_metrics(model_dir):
-  return [json.loads(line) for line in (model_dir / 'metrics.jsonl').read_text().splitlines()]
-
-
 def test_main_trains_stops_on_sigterm_and_goes_on(tmp_path, run_main):
   """Interrupted anywhere and started again, it ends with the metrics of the run that was not."""
   settings = ('TRAIN_STEPS=100', 'EVAL_PERIOD=100', 'SAVE_PERIOD=100', 'STATS_PERIOD=10', *FEW)
@@ -97,18 +93,18 @@ def test_main_trains_stops_on_sigterm_and_goes_on(tmp_path, run_main):
     command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
   )
   deadline = time.time() + 300
-  while not (parts / 'metrics.jsonl').exists() or len(read_metrics(parts)) < 2:
+  while not (parts / 'metrics.jsonl').exists() or len(lines(parts)) < 2:
     assert time.time() < deadline and process.poll() is None
     time.sleep(0.02)
   process.send_signal(signal.SIGTERM)
   assert process.wait(timeout=120) == 42
-  assert max(line['step'] for line in read_metrics(parts)) < 100
+  assert max(line['step'] for line in lines(parts)) < 100
   for model_dir in (parts, whole):
     run_main(main, *arguments(model_dir, *settings))
   assert 'HetXL' in (whole / 'config.gin').read_text()
 
   def final(model_dir):
-    (line,) = [line for line in read_metrics(model_dir) if 'training_eval/digits/nll' in line]
+    (line,) = [line for line in lines(model_dir) if 'training_eval/digits/nll' in line]
     return line
 
   assert final(parts) == final(whole)

@@ -1,7 +1,5 @@
 """The trainer on rows of features: no hidden layer is the estimator's optimum; an MLP, a mesh."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from het_plugin.config import parsing
 from het_plugin.rows import read as read_rows
 from het_plugin.training import checkpoint_reader, train
 from tests.feature_rows import write_rows
+from tests.training.toy_run import series
 
 
 @pytest.fixture(scope='module')
@@ -97,8 +96,7 @@ def test_an_mlp_under_het_xl_on_a_mesh_is_represented(rows, tmp_path, run_main):
   ]
   files = [f'--gin_file=het_plugin/gin/{x}.gin' for x in ('runs/features', 'heads/het_xl')]
   run_main(train_main, *files, *(f'--gin.{x}' for x in bindings))
-  lines = [json.loads(x) for x in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()]
-  assert any(f'training_eval/features:{path}/nll' in line for line in lines)
+  assert series(tmp_path / 'run', f'training_eval/features:{path}/nll')
   out = tmp_path / 'out'
   arguments = [f'--checkpoint={tmp_path}/run', f'--dataset=features:{path}', '--splits=all']
   run_main(represent_main, *arguments, f'--output_dir={out}')
@@ -135,6 +133,5 @@ def test_the_run_of_a_million_classes_learns_without_moments_of_w(tmp_path):
   state = run()
   largest = max(x.size for x in jax.tree.leaves(state.opt_state))
   assert largest == state.params['head']['bias'].size  # nothing of the size of W
-  lines = (tmp_path / 'run/metrics.jsonl').read_text().splitlines()
-  loss = {row['step']: row['train/loss'] for row in map(json.loads, lines) if 'train/loss' in row}
+  loss = series(tmp_path / 'run', 'train/loss')
   assert loss[1] > 7 and loss[30] < 3  # log 2,000 = 7.6

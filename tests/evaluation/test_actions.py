@@ -1,6 +1,5 @@
 """The actions inside a training run: when they run, what they write, on digits."""
 
-import json
 import types
 
 import jax
@@ -21,6 +20,7 @@ from het_plugin.training.optimizers import OptaxWrapper
 from het_plugin.training.partitioning import PjitPartitioner
 from het_plugin.training.state import TrainState
 from tests.evaluation.small_contrastive import Letters, SmallContrastive
+from tests.training.toy_run import lines
 
 DIGITS = FewShotDataset('digits', 'digits')
 SIZE = 8
@@ -73,10 +73,6 @@ def make_action(**kwargs):
   return FewShotAction(image_size=SIZE, channels=1, **(defaults | kwargs))
 
 
-def records(model_dir):
-  return [json.loads(line) for line in (model_dir / 'fewshot.jsonl').read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_digits_over_the_mesh(tmp_path):
   context, state = make_context(tmp_path)
@@ -92,10 +88,10 @@ def test_digits_over_the_mesh(tmp_path):
     f'fewshot/digits/{s}shot{suffix}' for s in (1, 25) for suffix in ('', '_stderr')
   }
   assert scalars['fewshot/digits/25shot'] == by_shots[25].mean
-  assert [(r['step'], r['dataset'], r['shots']) for r in records(tmp_path)] == [
+  assert [(r['step'], r['dataset'], r['shots']) for r in lines(tmp_path / 'fewshot.jsonl')] == [
     (7, 'digits', s) for s in (1, 25)
   ]
-  assert records(tmp_path)[-1]['accuracies'] == list(by_shots[25].accuracies)
+  assert lines(tmp_path / 'fewshot.jsonl')[-1]['accuracies'] == list(by_shots[25].accuracies)
   assert context.model.traces == 1  # both splits
   action.run(at(state, 8), {})
   assert context.model.traces == 1
@@ -133,10 +129,10 @@ def test_period_and_final_step(tmp_path):
 def test_resume_neither_repeats_nor_duplicates(tmp_path):
   evaluated(tmp_path, (10, 20, 30))
   assert evaluated(tmp_path, (35, 40), evaluated_step=34) == [40]
-  assert [r['step'] for r in records(tmp_path)] == [10, 20, 30, 40]
+  assert [r['step'] for r in lines(tmp_path / 'fewshot.jsonl')] == [10, 20, 30, 40]
   # Lines of later steps do not count for a run that goes back, though one of them is due again.
   assert evaluated(tmp_path, (20, 25, 30), evaluated_step=19) == [20, 30]
-  assert [r['step'] for r in records(tmp_path)] == [10, 20, 30]
+  assert [r['step'] for r in lines(tmp_path / 'fewshot.jsonl')] == [10, 20, 30]
 
 
 def test_bounds_and_endless_splits(tmp_path):

@@ -1,6 +1,5 @@
 """launch.local: how processes are started and ended together, and training in them."""
 
-import json
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from het_plugin.config import parsing
 from het_plugin.runs.starting import train_from_gin
 from het_plugin.training import checkpoint_reader
 from launch import local
+from tests.training.toy_run import lines, series
 from tests.waiting import PATIENT, alive, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -220,15 +220,6 @@ def train_here(model_dir, *bindings):
   return checkpoint_reader.read_params(str(model_dir))
 
 
-def rows(path):
-  return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def losses(model_dir):
-  found = rows(model_dir / 'metrics.jsonl')
-  return {row['step']: row['train/loss'] for row in found if 'train/loss' in row}
-
-
 def copy_step_2(run_dir, to):
   """Makes a folder as a run leaves it that was interrupted after its second step."""
   shutil.copytree(run_dir / 'checkpoint_2', to / 'checkpoint_2')
@@ -252,24 +243,24 @@ def alone(tmp_path_factory):
 @pytest.mark.slow
 def test_two_processes_train_as_one_does_which_resumes_their_run(alone, tmp_path):
   """Two processes of four devices, mesh 8 x 1. Each reads its own rows, or losses would differ."""
-  folder, expected = tmp_path / 'pair', losses(alone[0])
+  folder, expected = tmp_path / 'pair', series(alone[0], 'train/loss')
   process = start_training(folder, *EVALUATED, 'TRAIN_STEPS = 4')
   output = process.communicate(timeout=400)[0]
   assert process.returncode == 0, output[-5000:]
-  got = losses(folder)
+  got = series(folder, 'train/loss')
   assert list(got) == [1, 2, 3, 4]
   np.testing.assert_allclose(list(got.values()), list(expected.values()), atol=1e-5)
   assert_same_params(checkpoint_reader.read_params(str(folder)), alone[1])
   # Process 0 alone writes results.
   assert len(list(folder.glob('events*'))) == 1
-  assert len([row for row in rows(folder / 'metrics.jsonl') if 'train/loss' in row]) == 4
-  (few_shot,), (of_one,) = (rows(x / 'fewshot.jsonl') for x in (folder, alone[0]))
+  assert len([row for row in lines(folder) if 'train/loss' in row]) == 4
+  (few_shot,), (of_one,) = (lines(x / 'fewshot.jsonl') for x in (folder, alone[0]))
   assert few_shot['step'] == 4
   np.testing.assert_allclose(few_shot['mean'], of_one['mean'], atol=0.01)
   # One process resumes on its own mesh. It evaluates nothing, which would be compiled again.
   resumed = copy_step_2(folder, tmp_path / 'resumed')
   assert_same_params(train_here(resumed, NOT_EVALUATED), alone[1])
-  got = losses(resumed)
+  got = series(resumed, 'train/loss')
   assert list(got) == [3, 4]
   np.testing.assert_allclose(list(got.values()), [expected[3], expected[4]], atol=1e-5)
 
@@ -292,5 +283,7 @@ def test_two_resume_what_one_saved_and_stop_together(alone, tmp_path):
   # Before the first step has compiled there is nothing new to save; otherwise step 3 is saved.
   saved = sorted(path.name for path in folder.glob('checkpoint_*'))
   assert saved in (['checkpoint_2'], ['checkpoint_2', 'checkpoint_3'])
-  expected = {3: pytest.approx(losses(alone[0])[3], abs=1e-5)} if len(saved) == 2 else {}
-  assert losses(folder) == expected
+  expected = (
+    {3: pytest.approx(series(alone[0], 'train/loss')[3], abs=1e-5)} if len(saved) == 2 else {}
+  )
+  assert series(folder, 'train/loss') == expected
