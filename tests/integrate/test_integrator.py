@@ -35,7 +35,6 @@ B, D, K, KP, H, R, S = 3, 6, 13, 16, 5, 4, 11
 LABELS = [[2], [12], [0]]
 MULTI_LABELS = [[2, 7], [12], []]
 KINDS = ('identity', 'hash', 'linear')
-LOSS_KINDS = (*KINDS, 'shared_w')  # 'linear' whose location is phi W + bias with the same W
 
 
 def pad(labels):
