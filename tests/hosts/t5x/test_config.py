@@ -4,6 +4,7 @@ import types
 
 import pytest
 
+import gin
 from het_plugin import data
 from het_plugin.config import parsing
 from het_plugin.hosts.t5x import config, datasets
