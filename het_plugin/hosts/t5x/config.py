@@ -3,10 +3,11 @@
 from typing import Any
 
 import jax
+from absl import flags
 from etils import epath
 
 import gin
-from het_plugin.config import changes, parsing, statements
+from het_plugin.config import changes, parsing, statements, uses
 from het_plugin.training import checkpoint_reader
 
 _ENGINE = 'het_plugin/gin/t5x/train.gin'
@@ -29,9 +30,11 @@ def summarize_config(
   that the run continues from, or 0 for a new run.
 
   Raises:
-    ValueError: the configuration may give other results, and `accept_changes` is False.
+    ValueError: nothing uses a binding of the command line (`uses.check`); or the configuration may
+      give other results, and `accept_changes` is False.
   """
   text = gin.config_str()
+  uses.check(flags.FLAGS.flag_values_dict().get('gin_bindings', ()), text)  # t5x.train's flag
   folder = epath.Path(model_dir)
   engine = statements.bindings(epath.Path(parsing.resolve(_ENGINE)).read_text())
   config = changes.RunConfig(

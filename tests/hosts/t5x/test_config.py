@@ -3,6 +3,7 @@
 import types
 
 import pytest
+from absl import flags
 
 import gin
 from het_plugin import data
@@ -33,6 +34,18 @@ def test_a_run_is_not_resumed_with_another_head(tmp_path, monkeypatch):
   config.summarize_config(tmp_path, None, 6)  # without the binding it is the same run
   assert 'HetXL' not in (tmp_path / 'config.gin').read_text()
   assert (tmp_path / 'config_until_4.gin').read_text() == saved
+
+
+def test_a_misspelt_binding_is_refused_before_a_write(tmp_path, monkeypatch):
+  typed = flags.FlagValues()
+  flags.DEFINE_multi_string('gin_bindings', ['EVALPERIOD = 3'], '', typed)
+  monkeypatch.setattr(flags, 'FLAGS', typed)
+  configure('det')
+  with gin.unlock_config():  # t5x parses without our checks
+    gin.parse_config('EVALPERIOD = 3')
+  with pytest.raises(ValueError, match='EVALPERIOD = 3 is used by nothing: did you mean EVAL_PER'):
+    config.summarize_config(tmp_path / 'run', None, 0)
+  assert not (tmp_path / 'run').exists()
 
 
 def test_an_evaluation_does_not_replace_the_configuration_of_a_run(tmp_path):
