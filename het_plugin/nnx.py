@@ -192,7 +192,7 @@ class PredictiveLogits(nnx.Module):
       )
     self.head = head
     self.integrator = Integrator() if integrator is None else integrator
-    check_integrator(self.integrator)
+    check_integrator('PredictiveLogits', self.integrator)
     self.deterministic = deterministic
     self.rng_collection = rng_collection
     self.rngs = nnx.data(None if rngs is None else rngs[rng_collection].fork())

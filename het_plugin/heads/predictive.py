@@ -112,11 +112,11 @@ def served(
   return found
 
 
-def check_integrator(integrator: AnyIntegrator) -> None:
-  """Raises ValueError if it is none, such as a number of samples."""
+def check_integrator(owner: str, integrator: AnyIntegrator) -> None:
+  """Raises ValueError if it is none, such as a number of samples; `owner` has it as attribute."""
   if not isinstance(integrator, AnyIntegrator):
     raise ValueError(
-      f'PredictiveLogits.integrator={integrator!r} must be an Integrator, Analytic or Location: '
+      f'{owner}.integrator={integrator!r} must be an Integrator, Analytic or Location: '
       'Integrator(num_samples=64)'
     )
 
@@ -162,7 +162,7 @@ class PredictiveLogits(nn.Module):
       raise ValueError(
         f'PredictiveLogits.head={self.head!r} must be a linen module: HetXL(num_classes=1000)'
       )
-    check_integrator(self.integrator)
+    check_integrator('PredictiveLogits', self.integrator)
     super().__post_init__()
 
   def __call__(self, phi: jax.Array) -> jax.Array:

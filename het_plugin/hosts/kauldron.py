@@ -19,7 +19,12 @@ from flax import struct
 from jax.experimental import checkify
 from kauldron import kd, kontext
 
-from het_plugin.heads.predictive import AnyIntegrator, predictive_logits, row_keys
+from het_plugin.heads.predictive import (
+  AnyIntegrator,
+  check_integrator,
+  predictive_logits,
+  row_keys,
+)
 from het_plugin.integrate import GaussianLogits, Integrator
 from het_plugin.measures import uncertainty
 
@@ -55,6 +60,7 @@ class Head(nn.Module):
   def __post_init__(self) -> None:
     if not isinstance(self.head, nn.Module):
       raise ValueError(f'Head.head={self.head!r} must be a linen module: HetXL(num_classes=1000)')
+    check_integrator('Head', self.integrator)
     super().__post_init__()
 
   def __call__(self, inputs: jax.Array) -> dict[str, jax.Array | GaussianLogits]:
@@ -93,6 +99,9 @@ class Nll(kd.losses.Loss):
   gaussian: kontext.Key = 'preds.gaussian'
   keys: kontext.Key = 'preds.keys'
   integrator: AnyIntegrator = Integrator()
+
+  def __post_init__(self) -> None:
+    check_integrator('Nll', self.integrator)
 
   def get_values(self, labels: jax.Array, gaussian: GaussianLogits, keys: jax.Array) -> jax.Array:
     """Values [B, 1]; NaN where a label is not below K, which checkify's user checks name.

@@ -2,6 +2,7 @@
 the example trained by Kauldron's own loop.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -210,6 +211,12 @@ def test_a_wrong_layer_is_one_sentence(head, stream, message):
     layer = het.Head(head, rng_stream=stream)
     rngs = {'params': jax.random.key(0), 'default': jax.random.key(1)}
     jax.eval_shape(lambda: layer.init(rngs, PHI, is_training_property=True))
+
+
+def test_a_number_of_samples_is_no_integrator():
+  for name, make in {'Head': functools.partial(het.Head, Det(3)), 'Nll': het.Nll}.items():
+    with pytest.raises(ValueError, match=f'{name}.integrator=64 must be an Integrator'):
+      make(integrator=64)
 
 
 @pytest.mark.parametrize(
