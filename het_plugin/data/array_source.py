@@ -43,10 +43,15 @@ class ArraySource:
       splits: the row numbers of each split, int64.
       info: makes the metadata of the task, given `splits`, the number of rows of each.
     """
+    self._arguments = name, load, splits, info
     self._name = name
     self.load = locked_cache(load)
     self._splits = splits
     self.info = info(splits={split: len(rows) for split, rows in splits.items()})
+
+  def __reduce__(self):
+    # A worker process that gets a copy loads the arrays itself; the lock of `load` has no copies.
+    return type(self), self._arguments
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
@@ -110,7 +115,8 @@ def features_source(source: str) -> ArraySource:
     label_fields=() if read.label_weight is None else ('label_weight',),
     version=f'{images.shape[0]} x {images.shape[-1]} {checksum:08x}',
   )
-  return ArraySource(f'features:{source}', lambda: (images, labels), splits, info)
+  load = functools.partial(tuple, (images, labels))
+  return ArraySource(f'features:{source}', load, splits, info)
 
 
 def npz_source(path: str) -> ArraySource:
@@ -141,7 +147,7 @@ def npz_source(path: str) -> ArraySource:
     annotators=annotators,
     **common,
   )
-  return ArraySource(name, lambda: (_load_images(name, path), labels), splits, info)
+  return ArraySource(name, functools.partial(_load, name, path, labels), splits, info)
 
 
 def npz_captions_source(path: str) -> ArraySource:
@@ -162,7 +168,7 @@ def npz_captions_source(path: str) -> ArraySource:
     captions = arrays['caption'].reshape(num_images, -1)
     splits = _splits(name, arrays, num_images)
   info = functools.partial(ImageTextInfo, **common)
-  return ArraySource(name, lambda: (_load_images(name, path), captions), splits, info)
+  return ArraySource(name, functools.partial(_load, name, path, captions), splits, info)
 
 
 def channels_first(shape: Sequence[int]) -> bool:
@@ -290,6 +296,11 @@ def _header(path: str, array: str) -> tuple[tuple[int, ...], np.dtype]:
     read = getattr(np.lib.format, f'read_array_header_{version[0]}_0')
     shape, _, dtype = read(stream)
   return shape, dtype
+
+
+def _load(name: str, path: str, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """The images of a file, and the labels or captions that are given."""
+  return _load_images(name, path), labels
 
 
 def _load_images(name: str, path: str) -> np.ndarray:

@@ -1,5 +1,6 @@
 import dataclasses
 import pathlib
+import pickle
 
 import numpy as np
 import pytest
@@ -26,6 +27,22 @@ def test_digits():
   assert np.bincount(labels[:, 0]).min() > 100 and np.bincount(test_labels[:, 0]).min() > 20
   everything = {p.tobytes() for p in pictures} | {p.tobytes() for p in test_pictures}
   assert len(everything) > 1790  # the splits are disjoint (a few digits may be the same picture)
+
+
+def test_a_worker_process_gets_a_copy(tmp_path):
+  """Also of a source whose arrays are loaded: Kauldron reads in 16 processes."""
+  path = write(tmp_path / 'a.npz', image=images(10), label=np.arange(10))
+  features = write(tmp_path / 'b.npz', features=np.ones((10, 4), np.float32), label=np.arange(10))
+  for source, size in (
+    (array_source.digits_source(), 8),
+    (array_source.npz_source(path), 6),
+    (array_source.features_source(features), 1),
+  ):
+    read = source.read('train', np.arange(5), size, seed=0)
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy.info == source.info
+    for x, y in zip(copy.read('train', np.arange(5), size, seed=0), read, strict=True):
+      np.testing.assert_array_equal(x, y)
 
 
 def test_npz_uint8_and_the_split_it_makes(tmp_path):
