@@ -148,7 +148,8 @@ class PredictiveLogits(nn.Module):
 
   Attributes:
     head: `Det`, `Het`, `HetH`, `HetXL`, or another module that returns `GaussianLogits`. Its
-      parameters are below 'head'.
+      parameters are below 'head', or where it is made in a module's `nn.compact`, below that
+      module, as 'HetXL_0'.
     integrator: `Integrator`, `Analytic` or `Location`.
     rng_collection: name of the rng stream of the noise.
   """
