@@ -36,7 +36,7 @@ METRICS = {
   'compile_seconds': ('train/timing/compile_seconds', 'compile, s', '.1f'),
   'save_seconds': ('train/timing/save_seconds', 'checkpoint stall, s', '.2f'),
 }
-_EVALUATIONS = ('training_eval', 'infer_eval', 'fewshot')
+_EVALUATIONS = ('training_eval', 'infer_eval', 'fewshot', 'zeroshot')
 _BEHIND_SECONDS = 10.0  # shorter waits of processes for each other are normal
 _MUCH_DATA_WAIT = 0.1
 _PROCESS_COLUMNS = ('process', 'host', 'pid', 'state', 'phase', 'step', 'ticks')

@@ -130,7 +130,7 @@ def test_metrics_and_evaluations_are_the_last_ones(tmp_path):
     {'step': 0, 'train/timing/compile_seconds': 12.5},
     {'step': 10, 'train/loss': 2.0, 'train/tau': 1.5, 'train/timing/data_wait_share': 0.2},
     {'step': 10, 'training_eval/digits/nll': 2.1, 'training_eval/digits/tau': 0.1},
-    {'step': 10, 'fewshot/digits/1shot': 0.4},
+    {'step': 10, 'fewshot/digits/1shot': 0.4, 'zeroshot/pairs/image_to_text/recall1': 0.3},
     {'step': 20, 'training_eval/digits/nll': 1.9, 'training_eval/digits/ece': 0.2},
     {'step': 20, 'data/corrupt_records': 3},
     {'step': 30, 'train/loss': None, 'train/tau': 1.4, 'train/timing/data_wait_share': 0.25},
@@ -146,6 +146,7 @@ def test_metrics_and_evaluations_are_the_last_ones(tmp_path):
   assert facts['evaluations'] == {
     'training_eval/digits': {'step': 20, 'nll': 1.9, 'ece': 0.2},
     'fewshot/digits': {'step': 10, '1shot': 0.4},
+    'zeroshot/pairs/image_to_text': {'step': 10, 'recall1': 0.3},
   }
   assert facts['problems'] == [
     'loss is not finite at step 30.',
