@@ -142,17 +142,26 @@ def _check_runs(
   settings: Mapping[str, Sequence[str]],
   folder: Path,
 ) -> None:
-  """Raises ValueError if no run uses a binding of the command line or of the sweep, or if the head
-  of a run is no softmax, as the ensemble needs; leaves the configuration of the first candidate
-  parsed.
+  """Raises ValueError if no run uses a binding of the command line or of the sweep, if the runs
+  have several tasks, or if the model of a run does not fit the task or is no softmax, as the
+  ensemble needs; leaves the configuration of the first candidate parsed.
   """
   runs = [
     dataclasses.replace(training, gin_bindings=[*training.gin_bindings, *bindings])
     for training, bindings in itertools.product(reversed(candidates), settings.values())
   ]
+  tasks = {}
   for run in runs:
     run.parse(folder)
+    task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
+    tasks[task] = None
+    if len(tasks) > 1:
+      raise ValueError(
+        f'the candidates would be trained on {" and ".join(map(repr, tasks))}, each on the task of '
+        'its own configuration: give one by --gin.MIXTURE_OR_TASK_NAME'
+      )
     model = Configuration(str(folder), step=None, arrays=None).argument('model')
+    model.validate(data.classification_info(task))
     link = getattr(getattr(model, 'head', None), 'link', 'softmax')
     if link != 'softmax':
       name = f'{type(model.head).__name__}.link'

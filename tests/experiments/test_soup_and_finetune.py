@@ -1,13 +1,15 @@
 """`select soup` and `select finetune` on small runs of digits."""
 
+import dataclasses
 import json
 import shutil
 
 import numpy as np
 import pytest
 
+import gin
 from het_plugin import rows, runs, select, weights
-from het_plugin.experiments import finetune, soup
+from het_plugin.experiments import finetune, soup, trainings
 from het_plugin.training import checkpoint_reader
 
 
@@ -64,6 +66,22 @@ def test_a_soup_is_a_run_whose_parameters_are_the_mean(digits_run, run_main, tmp
 def test_a_fine_tuning_has_a_local_folder(run_main):
   message = run_main(select, 'finetune', '--checkpoint=run', '--output_dir=gs://b/x', code=2)
   assert '--output_dir=gs://b/x must be a local directory' in message
+
+
+def test_all_candidates_are_trained_on_one_task_that_their_model_fits(tmp_path):
+  model = trainings.Training(
+    [f'het_plugin/gin/{name}.gin' for name in ('runs/digits_smoke', 'heads/det')]
+  )
+  task = "MIXTURE_OR_TASK_NAME = 'glyphs_core'"
+  other = dataclasses.replace(model, gin_bindings=[task, 'NUM_CLASSES = 2297'])
+  none = finetune.combinations([])
+  with pytest.raises(
+    ValueError, match="on 'glyphs_core' and 'digits', each .*--gin.MIXTURE_OR_TASK_NAME"
+  ):
+    finetune._check_runs([], [model, other], none, tmp_path)
+  with pytest.raises(ValueError, match='Det.num_classes=10 must be .* the task, [0-9]+ '):
+    finetune._check_runs([task], [dataclasses.replace(model, gin_bindings=[task])], none, tmp_path)
+  gin.clear_config()
 
 
 def test_the_splits_of_an_ensemble_are_those_of_the_task():
