@@ -5,6 +5,9 @@
 Complete runs are not trained again, and interrupted runs continue. The output directory gets
 results.json (a row per head), results.txt, index.html and its plots as .png files. It also gets a
 run directory per head with checkpoints, metrics.jsonl, event files, logs and config.gin.
+
+Exit codes: 0 done; 2 a setting is wrong; 3 a step was not finite; 42 stopped by SIGTERM or Ctrl-C
+with a checkpoint saved: start it again.
 """
 
 import os

@@ -7,6 +7,9 @@ add methods, run the same command again. Complete trainings are not repeated. Th
 gets results.json (one row per method), results.txt, index.html, its plots as .png files, and a
 folder per seed with a run directory per training. The table is printed and written after every
 seed.
+
+Exit codes: 0 done; 2 a setting is wrong; 42 stopped by SIGTERM or Ctrl-C with a checkpoint saved:
+start it again.
 """
 
 from het_plugin.operations import stopping
