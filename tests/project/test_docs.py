@@ -138,10 +138,11 @@ def test_bindings_name_what_exists(page):
   registry.register('experiments')
   gin_files = '\n'.join(path.read_text() for path in (ROOT / 'gin').rglob('*.gin'))
   macros = {name for pair in re.findall(r'^(\w+) =|%(\w+)', gin_files, re.M) for name in pair}
+  of_t5x = '\n'.join(path.read_text() for path in (ROOT / 'gin/t5x').glob('*.gin'))
   for configurable, name in gin_names(page):
     if configurable is None:
       assert name in macros | {'NAME'}, f'no gin file has a macro {name}'
-    else:
+    elif f'{configurable}.{name} =' not in of_t5x:  # whose Trainer has other parameters than ours
       gin.parse_config(f'{configurable}.{name} = None')  # an error where there is no such parameter
 
 
