@@ -10,6 +10,7 @@ To continue after an interruption, run it again. Exit codes:
   2    a setting is wrong, or MODEL_DIR has another training
   3    a step was not finite
   42   stopped by SIGTERM or Ctrl-C with a checkpoint saved: start it again
+  130  stopped by a second Ctrl-C, with nothing saved
   134  another process is lost, or this one is stuck: start it again
 """
 

@@ -178,7 +178,7 @@ def define_settings_flags() -> None:
   flags.DEFINE_string('service_account', None, 'Kubernetes service account that may write gs://.')
   flags.DEFINE_string('queue', None, 'LocalQueue of Kueue.')
   flags.DEFINE_bool('spot', False, 'Use Spot VMs.')
-  flags.DEFINE_bool('privileged', True, 'Run pods as root, which TPU drivers need.')
+  flags.DEFINE_bool('privileged', True, 'Run privileged pods, as root: TPU drivers need it.')
   flags.DEFINE_multi_string('node_selector', [], 'Additional node label, NAME=VALUE; repeatable.')
   flags.DEFINE_multi_string(
     'env', [], 'Additional environment variable of the pods, NAME=VALUE; repeatable.'
