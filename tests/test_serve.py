@@ -301,11 +301,11 @@ def test_a_backbone_of_ones_own_is_compared_in_float32_too():
 @NEEDS_ONNX
 def test_what_onnx_cannot_compute_is_named(tmp_path):
   for function, words in (
-    (jax.numpy.sort, "the operation 'sort' has no translation"),
+    (jax.numpy.sort, "the operation 'sort'"),
     (lambda x: jax.lax.map(jax.numpy.sum, x), 'a loop over the batch'),
   ):
     program = programs.Program(lambda _, x, f=function: {'y': f(x)}, {}, 'x', (3,), {})
-    with pytest.raises(ValueError, match=f'{words}.*; use stablehlo or saved_model'):
+    with pytest.raises(ValueError, match=f'{words}: use stablehlo or saved_model'):
       programs.write(program, str(tmp_path / 'out'), 'onnx')
   assert not [*tmp_path.iterdir()]
 

@@ -88,7 +88,7 @@ class Graph:
       return self.ints([dim])
     multiple, rest = divmod(dim, self.batch)
     if not isinstance(multiple, int) or rest != 0:
-      raise NotImplementedError(f'ONNX: the dimension {dim} is no multiple of the batch')
+      raise NotImplementedError(f'the dimension {dim}, which is no multiple of the batch')
     if multiple == 1:
       return self.batch_size
     return self.op('Mul', self.batch_size, self.ints([multiple]))
@@ -183,9 +183,7 @@ def _of_equation(graph, eqn, inputs):
       found = eqn.primitive.bind(*map(jnp.asarray, inputs), **params)
     return found if eqn.primitive.multiple_results else [found]
   if kind not in OPERATIONS:
-    raise NotImplementedError(
-      f'ONNX: the operation {kind!r} has no translation; known are {", ".join(sorted(OPERATIONS))}'
-    )
+    raise NotImplementedError(f'the operation {kind!r}')
   found = OPERATIONS[kind](graph, eqn, *inputs)
   return found if isinstance(found, list) else [found]
 
@@ -200,7 +198,7 @@ def _written_out(graph, eqn, inputs):
   """
   body, length = _closed(eqn.params['jaxpr']), eqn.params['length']
   if not isinstance(length, int):
-    raise NotImplementedError('ONNX: a loop over the batch')
+    raise NotImplementedError('a loop over the batch')
   inner = [var.aval.shape for var in body.jaxpr.invars]
   num_scanned = sum(len(a) != len(b.aval.shape) for a, b in zip(inner, eqn.invars, strict=True))
   outer = [var.aval.shape for var in eqn.outvars]
@@ -292,7 +290,7 @@ def _integer_pow(graph, eqn, x):
 
 def _select(graph, eqn, which, *cases):
   if eqn.invars[0].aval.dtype != np.bool_:
-    raise NotImplementedError('ONNX: select_n takes two cases')
+    raise NotImplementedError('select_n of more than two cases')
   return graph.op('Where', which, cases[1], cases[0])
 
 
@@ -371,7 +369,7 @@ def _unstack(graph, eqn, x):
 def _pad(graph, eqn, x, value):
   low, high, between = zip(*eqn.params['padding_config'], strict=True)
   if any(between) or min(*low, *high) < 0:
-    raise NotImplementedError('ONNX: padding between elements, or less than none')
+    raise NotImplementedError('padding that is negative or between elements')
   return graph.op('Pad', x, graph.ints([*low, *high]), value)
 
 
@@ -394,7 +392,7 @@ def _dynamic_slice(graph, eqn, x, *starts):
     if size is dim or size == dim:
       continue
     if not isinstance(dim, int):
-      raise NotImplementedError('ONNX: some rows of a batch')
+      raise NotImplementedError('a slice of the rows of a batch')
     start = graph.op('Cast', graph.reshape(start, [1]), to=_onnx_type(np.int64))
     start = graph.op('Min', graph.op('Max', start, graph.ints([0])), graph.ints([dim - size]))
     end = graph.op('Add', start, graph.ints([size]))
@@ -434,7 +432,7 @@ def _gather(graph, eqn, x, index):
     or not all(whole for a, whole in enumerate(is_whole) if a != axis)
     or in_place != [*range(axis, axis + rank)]
   ):
-    raise NotImplementedError(f'ONNX: a gather of {numbers}')
+    raise NotImplementedError(f'a gather of {numbers}')
   index = graph.reshape(index, of_index[:-1]) if isinstance(index, Name) else index[..., 0]
   low, high = (np.asarray(i, eqn.invars[1].aval.dtype) for i in (0, shape[axis] - 1))
   index = graph.op('Min', graph.op('Max', index, low), high)
@@ -446,7 +444,7 @@ def _scatter_add(graph, eqn, x, index, update):
   numbers, shape = eqn.params['dimension_numbers'], eqn.invars[0].aval.shape
   of_update, places = eqn.invars[2].aval.shape, numbers.scatter_dims_to_operand_dims
   if isinstance(index, Name) or numbers.operand_batching_dims:
-    raise NotImplementedError(f'ONNX: a scatter of {numbers}')
+    raise NotImplementedError(f'a scatter of {numbers}')
   index = np.asarray(index)
   if index.ndim == 1 and not numbers.inserted_window_dims:
     low, high = [0] * len(shape), [0] * len(shape)
@@ -469,7 +467,7 @@ def _scatter_rows(reduction):
     rows = tuple(range(1, len(shape)))
     of_rows = (numbers.update_window_dims, numbers.inserted_window_dims) == (rows, (0,))
     if isinstance(index, Name) or numbers.operand_batching_dims or not of_rows:
-      raise NotImplementedError(f'ONNX: a scatter of {numbers}')
+      raise NotImplementedError(f'a scatter of {numbers}')
     index = np.asarray(index, np.int64)
     return graph.op('ScatterND', x, index, update, reduction=reduction)
 
@@ -512,7 +510,7 @@ def _dot(graph, eqn, a, b):
 def _convolution(graph, eqn, x, kernel):
   params = eqn.params
   if max(params['lhs_dilation']) > 1 or params['batch_group_count'] > 1:
-    raise NotImplementedError('ONNX: a transposed convolution')
+    raise NotImplementedError('a transposed convolution')
   of_x, of_kernel, of_out = params['dimension_numbers']
   low, high = zip(*params['padding'], strict=True)
   out = graph.op(
@@ -536,7 +534,7 @@ def _pool(kind):
     inside = range(1, len(window) - 1)
     is_plain = all(window[a] == strides[a] == 1 for a in (0, len(window) - 1))
     if not is_plain or max(*params['base_dilation'], *params['window_dilation']) > 1:
-      raise NotImplementedError('ONNX: windows over batch or channels, or with holes')
+      raise NotImplementedError('windows over batch or channels, or with holes')
     low, high = zip(*(params['padding'][a] for a in inside), strict=True)
     attributes = {
       'kernel_shape': [window[a] for a in inside],

@@ -211,7 +211,9 @@ def _write_onnx(program, folder, metadata):
   try:
     model = onnx_graph.convert(program.__call__, program.input_name, program.shape, texts)
   except NotImplementedError as error:
-    raise ValueError(f'{error}; use stablehlo or saved_model') from error
+    raise ValueError(
+      f'format=onnx has no translation of {error}: use stablehlo or saved_model'
+    ) from error
   onnx.checker.check_model(model, full_check=True)
   _check_onnx(program, model)
   onnx.save_model(model, str(folder / 'model.onnx'))
