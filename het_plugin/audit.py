@@ -9,7 +9,7 @@ Fits a head to each fold's other folds, and compares the labels with its locatio
 the classes without the noise. Prints the share of wrong labels, the pairs of classes that people
 confuse, and the labels that are most probably wrong. --csv and --json list every example: index,
 label, probability of the label, probability that it is wrong, suggested label, and its kind: wrong,
-ambiguous or fine. --suggest writes the rows with suggested labels in the place of wrong ones. With
+ambiguous or fine. --suggest writes the rows with suggested labels in place of wrong ones. With
 --dataset the page of --html shows images of the worst labels, of the most ambiguous ones and of the
 confused pairs. The index of a row is then the number of its example in --split.
 --C, --C_noise and --num_factors may list several values, from which held-out labels choose; with
