@@ -1,4 +1,4 @@
-"""How fast JPEG files are read, cropped at random and mirrored, beside tf.data.
+"""How fast JPEG files are read, cropped at random and mirrored, compared with tf.data.
 
     python benchmarks/input.py [--json OUT]
     python benchmarks/input.py --files=64 --size=48 --image_size=16 --batch=8 --turn=64 --workers=1

@@ -1,4 +1,4 @@
-"""What the noise test says that heads gain, beside what their fits gained.
+"""Gains that the noise test predicts for heads, compared with the gains of their fits.
 
     python benchmarks/noise_test.py --json=ROWS.json [--max_size=3e5] [--plot=PNG]
 

@@ -1,4 +1,4 @@
-"""Seconds that the estimators take, beside scikit-learn's LogisticRegression on the same rows.
+"""Seconds that the estimators take, and those of LogisticRegression on the same rows.
 
     python benchmarks/probe.py [--json OUT] [--rows 50000 --dim 768 --classes 100]
 

@@ -1,4 +1,4 @@
-"""Images per second of a tower's representation, beside timm and transformers with the same
+"""Images per second of a tower's representation, compared with timm and transformers with the same
 parameters.
 
     pip install torch timm transformers    # not needed by the project

@@ -4,7 +4,7 @@
 
 Under half a minute on two CPU cores; ends at 0.97 accuracy on digits that it has not seen. The
 lines with (*) are the ones that differ from a trainer with `nn.Dense` and a softmax cross-entropy.
-Needs scikit-learn (for the digits) and optax beside het_plugin: pip install '.[probe]'.
+Needs scikit-learn (for the digits) and optax in addition to het_plugin: pip install '.[probe]'.
 """
 
 import jax

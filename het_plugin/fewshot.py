@@ -6,7 +6,7 @@
 --train, --test and --checkpoint may be repeated; every run is compared with the first, paired.
 Prints accuracies with standard errors over draws, their averages over data sets and settings (table
 22 of Collier et al. 2023), and differences; --json and --html write them too. --results=A.json
-shows results of earlier calls beside them.
+shows results of earlier calls next to them.
 
 A run's name is METHOD or METHOD/SETTING; averages are over data sets and the settings of a method.
 Files of several data sets make one run under --names=RUN:DATASET,RUN:DATASET.
