@@ -4,7 +4,7 @@
     python benchmarks/known_truth.py --json=rows.json --plot=map.png    # draws rows, fits nothing
 
 Features are standard normal, the location W^T x has standard deviation 3, and the noise of the
-logits `noise`. A point is measured on n rows per class, with a fifth of them held out as well.
+logits `noise`. A point is measured on n rows per class, and a fifth as many more are held out.
 `het_plugin.estimators` fits DET at the C that is best on held-out rows, and the other heads at this
 C and the C_noise that `probe.choose` takes. The gain over DET is on 5,000 test rows; gain_stderr is
 its paired standard error over them, extreme the share that 1% of them make, and gain_share the gain
@@ -57,7 +57,7 @@ KEY = ('truth', 'head', 'link', 'k', 'd', 'r', 'noise', 'n')
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """A point of the grid; n rows per class, and a fifth of them held out as well."""
+  """A point of the grid; n rows per class, and a fifth as many more held out."""
 
   link: str
   k: int
