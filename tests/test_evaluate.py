@@ -211,7 +211,7 @@ def test_glyphs_are_shown_and_their_look_alikes_known():
 
 def test_settings_that_are_wrong(run_main):
   cases = {
-    (): '--checkpoint is not set',
+    (): '--checkpoint or --predictions is needed',
     ('--checkpoint=x.npz',): '--checkpoint=x.npz: ',
     ('--checkpoint=x', '--ood_dataset=digits'): '--ood_dataset and --ood_split',
     ('--checkpoint=x', '--save_predictions'): '--save_predictions needs --output_dir',

@@ -71,7 +71,7 @@ def check_rows_flags(of_files: Sequence[str], of_checkpoint: Sequence[str]) -> N
     raise ValueError('--train is needed, or --checkpoint and --dataset')
   of_checkpoint = [*of_checkpoint, 'gin_file', 'gin_bindings']
   if F.train and (given := [name for name in of_checkpoint if F[name].present]):
-    raise ValueError(f'--{given[0]} is for --checkpoint, which is represented here')
+    raise ValueError(f'--{given[0]} is for --checkpoint, whose representations are computed here')
 
 
 def rewrite_flags(argv: Sequence[str]) -> list[str]:

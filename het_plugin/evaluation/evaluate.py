@@ -42,7 +42,7 @@ class Settings:
 
   def __post_init__(self):
     if not self.checkpoint and not self.predictions:
-      raise ValueError('--checkpoint is not set (nor is --predictions)')
+      raise ValueError('--checkpoint or --predictions is needed')
     if (self.ood_dataset is None) != (self.ood_split is None):
       raise ValueError('--ood_dataset and --ood_split belong together: set both')
     if self.ood_dataset and all(map(weights.is_weights_file, self.checkpoint)):

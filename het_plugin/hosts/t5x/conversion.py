@@ -26,10 +26,10 @@ def write_t5x(path: epath.PathLike, model_dir: epath.PathLike) -> str:
   folder = checkpoint_reader.find(path)
   arrays = checkpoint_reader.read_arrays(folder)
   if checkpoint_reader.params_root(arrays) != 'params':
-    raise ValueError(f'{folder} is a checkpoint of t5x already')
+    raise ValueError(f'{folder} is a checkpoint of t5x already: t5x resumes it as it is')
   target = epath.Path(model_dir).absolute() / folder.name
   if target.exists():
-    raise ValueError(f'{target} exists already')
+    raise ValueError(f'{target} exists already: name another --output')
   renamed = {}
   for name, x in arrays.items():
     old = next(prefix for prefix in _TO_T5X if name.startswith(prefix))
