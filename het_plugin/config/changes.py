@@ -210,9 +210,7 @@ def config_file(checkpoint: epath.Path, step: int) -> epath.Path:
   a warning if the checkpoint's own record has one that gives other results, as a checkpoint of
   another run has.
   """
-  until = {
-    int(path.stem.removeprefix(_UNTIL)): path for path in checkpoint.parent.glob(f'{_UNTIL}*.gin')
-  }
+  until = run_files.numbered(checkpoint.parent, _UNTIL, '.gin')
   later = [last for last in until if last >= step]
   file = until[min(later)] if later else checkpoint.parent / CONFIG
   read, _ = checkpoint_reader.attempt(lambda: checkpoint_reader.read_json(checkpoint))
