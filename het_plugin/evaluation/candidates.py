@@ -1,6 +1,7 @@
 """Files of several checkpoints that are candidates for one task, with the same examples."""
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -12,7 +13,12 @@ from het_plugin.rows import Rows
 
 
 def split_sources(text: str) -> list[str]:
-  """Splits 'a.npz,X.npy,Y.npy' into ['a.npz', 'X.npy,Y.npy']: labels follow their .npy file."""
+  """Splits 'a.npz,X.npy,Y.npy' into ['a.npz', 'X.npy,Y.npy']: labels follow their .npy file.
+
+  A run whose folder has a comma in its name, as `finetune` makes them, stays whole.
+  """
+  if os.path.exists(text):
+    return [text]
   sources = []
   parts = iter(text.split(','))
   for part in parts:

@@ -61,7 +61,8 @@ def check_names(datasets: Iterable[Any], setting: str) -> None:
 
 def _parts(source: str) -> list[str]:
   """The parts of a path. A split is left out, and so is the file of labels in 'X.npy,Y.npy'."""
-  parts = files.partition_source(source)[0].split(',')[0].rstrip('/').split('/')
+  path = files.partition_source(source)[0].partition('.npy,')[0]
+  parts = path.rstrip('/').split('/')
   if parts[-1].startswith(_CHECKPOINT):
     parts[-2:] = ['/'.join(parts[-2:])]
   return parts

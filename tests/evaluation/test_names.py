@@ -16,6 +16,7 @@ from het_plugin.evaluation.names import short_names
     (['a/X.npy,a/Y.npy', 'b/X.npy,b/Y.npy'], ['a', 'b']),
     (['runs/a/checkpoint_3', 'runs/a/checkpoint_5'], ['a/checkpoint_3', 'a/checkpoint_5']),
     (['runs/a', 'runs/a/checkpoint_5'], ['a', 'a/checkpoint_5']),
+    (['runs/A=1,B=2', 'runs/A=1,B=3'], ['A=1,B=2', 'A=1,B=3']),
   ],
 )
 def test_names_are_what_differs(sources, names):
