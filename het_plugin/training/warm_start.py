@@ -73,6 +73,13 @@ def restore_params(
   if names and 'head/kernel' in source:
     _check_classes(cfg, names, class_names.read(path))
   wanted = {found: flat[name] for name, found in source.items()}
+  if len(wanted) < len(source):  # one array cannot be donated to a step twice
+    twice = max(wanted, key=[*source.values()].count)
+    names_of = ' and '.join(sorted(name for name, found in source.items() if found == twice))
+    raise ValueError(
+      f'RestoreCheckpointConfig.assignment_map reads {names_of} from {twice}: one parameter of the '
+      'checkpoint must be read for one of the model'
+    )
   checkpoint_reader.check_match(path, {name: x.shape for name, x in wanted.items()}, saved)
   read = checkpoint_reader.read_params_to(path, wanted, cfg.ema)
   _log.info('Parameters from %s: %d of %d.', path, len(source), len(flat))

@@ -336,6 +336,11 @@ def test_warm_start_for_other_classes_maps_names(tmp_path):
     warm(params, tmp_path, assignment_map=(('haed_.*', None),))
   with pytest.raises(ValueError, match='skip=.* is for a published file; .* is a checkpoint'):
     warm(params, tmp_path, skip=('head_.*',))
+  both = (('.*_kernel', 'hidden_kernel'),)
+  with pytest.raises(
+    ValueError, match='reads head_kernel and trunk_kernel from hidden_kernel: one'
+  ):
+    warm(params, tmp_path, fallback_to_scratch=True, assignment_map=both)
 
 
 def test_warm_start_from_a_published_file_takes_no_setting_of_a_checkpoint():
