@@ -24,7 +24,7 @@ def read(checkpoint: epath.PathLike) -> tuple[str, ...] | None:
     return None
   except UnicodeDecodeError as error:
     raise ValueError(f'{path} is damaged: {error}') from error
-  return tuple(text.split('\n')[:-1])
+  return tuple(text.removesuffix('\n').split('\n'))  # an editor may leave the last line open
 
 
 def write(model_dir: epath.PathLike, names: Sequence[str]) -> None:

@@ -59,7 +59,7 @@ def test_a_typed_binding_that_nothing_uses_is_an_error(digits_run):
 
 @pytest.mark.parametrize(
   'content,message',
-  [(b'\xff\xfe\n', 'class_names.txt is damaged'), (b'a\nb\n', '2 names.* 10 classes')],
+  [(b'\xff\xfe\n', 'class_names.txt is damaged'), (b'a\nb', '2 names.* 10 classes')],
 )
 def test_names_that_are_not_those_of_the_head(digits_run, tmp_path, content, message):
   for name in ('checkpoint_2', 'config.gin'):
