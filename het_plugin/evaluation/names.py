@@ -1,5 +1,6 @@
 """Names of runs, checkpoints, files and data sets, for tables and plots."""
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,13 @@ def choose_names(
 
 
 def named_task(text: str) -> tuple[str, str]:
-  """Name and task of a data set given as NAME=TASK, or as TASK, which is named by its last part."""
-  name, equals, task = text.rpartition('=')
-  return name if equals else Path(task).stem or task, task
+  """Name and task of a data set given as NAME=TASK, or as TASK, which is named by its last part.
+
+  A task may have a = in it: tfds:NAME/KEY=VALUE, or a path. What has a : or / is no NAME.
+  """
+  if match := re.fullmatch('([^=:/]+)=(.+)', text):
+    return match[1], match[2]
+  return Path(text).stem or text, text
 
 
 def check_names(datasets: Iterable[Any], setting: str) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from het_plugin.evaluation.names import short_names
+from het_plugin.evaluation.names import named_task, short_names
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,9 @@ def test_names_are_what_differs(sources, names):
 def test_names_that_would_be_the_same_are_the_sources():
   for sources in (['d.npz:train', 'd.npz:test'], ['X.npy,Y.npy', 'X.npy,Z.npy'], ['a', 'a/']):
     assert short_names(sources) == sources
+
+
+def test_the_task_of_a_named_data_set_may_have_an_equals_sign():
+  for text in ('tfds:birds/size=64', 'runs/seed=0/size=64.npz'):
+    assert named_task(text) == ('size=64', text)
+    assert named_task(f'small={text}') == ('small', text)
