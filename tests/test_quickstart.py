@@ -2,9 +2,12 @@
 
 import json
 import re
+import types
 
+import numpy as np
 import pytest
 
+import gin
 from het_plugin import quickstart
 from het_plugin.experiments import head_comparison
 
@@ -54,6 +57,21 @@ def test_quickstart_makes_the_table_and_reuses_finished_runs(run_main, tmp_path)
   run(run_main, tmp_path)
   assert (tmp_path / 'het_xl' / 'metrics.jsonl').read_text() == before
   assert json.loads((tmp_path / 'results.json').read_text()) == rows
+
+
+def test_the_pictures_of_a_small_split_are_its_examples(monkeypatch, tmp_path):
+  def predict(params, batch):
+    first = np.zeros((len(batch['index']), 1), int)
+    return first, {'log_prob': np.zeros(first.shape)}
+
+  model = types.SimpleNamespace(predict_batch_with_aux=predict)
+  settings = {'MIXTURE_OR_TASK_NAME': 'digits', 'EVAL_SPLIT': 'test[:10]'}
+  settings |= {'TASK_FEATURE_LENGTHS': {'image': 8}}
+  monkeypatch.setattr(gin, 'query_parameter', lambda macro: settings[macro[1:]])
+  monkeypatch.setattr(head_comparison.trainings, 'called', lambda macro: model)
+  head_comparison._write_examples({}, tmp_path)
+  labels = np.load(tmp_path / 'examples.npz')['label']
+  assert len(labels) == 10 and labels.min() >= 0
 
 
 def test_unknown_head_is_named(run_main, tmp_path):

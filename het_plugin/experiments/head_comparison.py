@@ -257,8 +257,9 @@ def _write_examples(params: Any, run_dir: Path) -> None:
     bounded=True,
   )
   batch = next(iter(data.get_dataset(cfg, range(_NUM_EXAMPLES))))
+  batch = {name: x[batch['mask'] > 0] for name, x in batch.items()}  # a split may have fewer
   predict = jax.jit(model.predict_batch_with_aux)
-  top, aux = predict(jax.device_get(params), {k: np.asarray(v) for k, v in batch.items()})
+  top, aux = predict(jax.device_get(params), batch)
   np.savez(
     run_dir / _EXAMPLES_FILE,
     image=batch['image'],
