@@ -1,7 +1,9 @@
 """Represents the splits of a data set as files, and turns arrays made elsewhere into such files."""
 
 import dataclasses
+import functools
 import hashlib
+import json
 import os
 import re
 import time
@@ -20,7 +22,7 @@ from het_plugin.runs import unfinished
 from het_plugin.runs.opening import GinSettings
 from het_plugin.runs.run import params_fingerprint
 from het_plugin.runs.unfinished import SplitFiles
-from het_plugin.training import run_files
+from het_plugin.training import processes, run_files
 
 _PROGRAM = 'het_plugin.represent'
 _ARRAYS_LAYER = 'features'
@@ -47,8 +49,8 @@ def represent(
   """Extracts layers of the splits of a data set.
 
   `gin_settings` go to `runs.open_run`, and `program` is the main, for the provenance; the others
-  are flags of `het_plugin.represent`. Returns the checkpoint and, under 'files', a row per file
-  (process 0).
+  are flags of `het_plugin.represent`. Returns the checkpoint and, under 'files', a row per file, on
+  all processes.
   """
   _check_output(output_dir)
   if not layers:
@@ -113,8 +115,8 @@ def represent(
           )
       seconds, computed = time.monotonic() - start, progress.count - left.num_rows
       speed = {'seconds': seconds, 'images_per_second': computed / seconds}
-    if jax.process_index() == 0:
-      rows += [_row(written[split], x, speed if x in left.layers else None) for x in layers]
+    describe = functools.partial(_rows, written[split], layers, left.layers, speed)
+    rows += json.loads(processes.in_the_first(describe))
   return {'checkpoint': run.checkpoint, 'step': run.step, 'dataset': task, 'files': rows}
 
 
@@ -234,6 +236,13 @@ def convert(
 def _sha256(path: str) -> str:
   with open(path, 'rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def _rows(
+  target: SplitFiles, layers: Sequence[str], new: Sequence[str], speed: Mapping[str, float]
+) -> str:
+  """The rows of a split's files as JSON; `speed` is of the `new` layers."""
+  return json.dumps([_row(target, layer, speed if layer in new else None) for layer in layers])
 
 
 def _row(target: SplitFiles, layer: str, speed: Mapping[str, float] | None) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from het_plugin.measures import knn, votes
 from het_plugin.measures.ranking import best_first
 from het_plugin.rows import Rows
 from het_plugin.runs.opening import Configuration, GinSettings
-from het_plugin.training import checkpoint_reader, optimizers, run_files
+from het_plugin.training import checkpoint_reader, optimizers, processes, run_files
 
 _log = logging.getLogger(__name__)
 
@@ -236,12 +236,16 @@ def _predictions(
     settings = evaluate.Settings(
       checkpoint=[str(run)], split=split, batch_size=batch_size, save_to=target
     )
-    found = sorted(target.glob('*.npz'))
-    if not found:
+    find = functools.partial(_file_in, target)
+    if not (found := processes.in_the_first(find)):
       evaluate.evaluate(settings)
-      found = sorted(target.glob('*.npz'))
-    files.append(str(found[0]))
+      found = processes.in_the_first(find)  # which has written it
+    files.append(found)
   return files
+
+
+def _file_in(folder: Path) -> str:
+  return next(map(str, folder.glob('*.npz')), '')
 
 
 def _predicted(folder: Path, run: str) -> list[Path]:

@@ -15,7 +15,7 @@ from het_plugin.config import gin_state, parsing, uses
 from het_plugin.data import task_info
 from het_plugin.operations import stopping
 from het_plugin.runs import opening, starting
-from het_plugin.training import exit_codes, run_files
+from het_plugin.training import exit_codes, processes, run_files
 
 _DONE = 'done.json'
 _EVALUATIONS = ('training_eval', 'infer_eval')
@@ -44,7 +44,7 @@ def complete(
 
   Args:
     run, run_dir: the run, and its folder, which has done.json at the end.
-    finish: called with the last train state; afterwards the run is complete.
+    finish: process 0 calls it with the last train state; afterwards the run is complete.
     **settings: arguments of `train` that replace configured ones.
 
   Returns:
@@ -60,9 +60,13 @@ def complete(
   if (run_files.read_json(run_dir / _DONE) or {}).get('config') == config:
     return False
   step, state = starting.train_from_gin(how_to_accept=None, evaluate_again=True, **settings)
-  if finish is not None:
-    finish(state)
-  run_files.write_json(run_dir / _DONE, {'config': config})
+
+  def end() -> None:
+    if finish is not None:
+      finish(state)
+    run_files.write_json(run_dir / _DONE, {'config': config})
+
+  processes.in_the_first(end)
   if stopping.requested():
     raise exit_codes.Preempted(step)
   jax.clear_caches()  # the next run compiles everything anew

@@ -287,3 +287,16 @@ def test_two_resume_what_one_saved_and_stop_together(alone, tmp_path):
     {3: pytest.approx(series(alone[0], 'train/loss')[3], abs=1e-5)} if len(saved) == 2 else {}
   )
   assert series(folder, 'train/loss') == expected
+
+
+@pytest.mark.slow
+def test_two_processes_fine_tune_a_candidate_and_select(alone, tmp_path):
+  process = start(
+    *(sys.executable, '-m', 'het_plugin.select', 'finetune', f'--checkpoint={alone[0]}'),
+    *('--split=test', '--batch_size=64', '--gin.TRAIN_STEPS=1', '--gin.ACTIONS={}'),
+    f'--output_dir={tmp_path}',
+    devices=1,
+  )
+  output = process.communicate(timeout=400)[0]
+  assert process.returncode == 0, output[-5000:]
+  assert re.findall(r'^\[(\d)\] members: ', output, re.MULTILINE) == ['0']  # which prints alone
