@@ -226,7 +226,8 @@ def read_results(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
       if key in of_key:
         run, dataset, shots = key
         raise ValueError(
-          f'--results={path} has a result of run {run!r} for {dataset}, {shots} shots, and so has '
+          f'--results={path} has a result of run {run!r} for {dataset}, '
+          f'{reporting.counted(shots, "shot")}, and so has '
           f'{of_key[key]}: leave one out, or repeat one call with other --names'
         )
       of_key[key] = path
@@ -274,7 +275,9 @@ def make_report(
     of = f' of {", ".join(names)}' if len(calls) > 1 else ''
     notes.append(f'Protocol{of}: {settings}.')
   if replaced:
-    names = ', '.join(f'{run} on {dataset}, {n} shots' for run, dataset, n in sorted(replaced))
+    names = ', '.join(
+      f'{run} on {dataset}, {reporting.counted(n, "shot")}' for run, dataset, n in sorted(replaced)
+    )
     notes.append(f'Results of this call replace results of --results: {names}.')
   tables = []
   if of_methods:

@@ -198,7 +198,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     )
     for row in rows[:_SHOWN]
   ]
-  caption = f'{len(rows):,} image{"s" if len(rows) > 1 else ""}'
+  caption = reporting.counted(len(rows), 'image')
   if len(rows) > _SHOWN:
     caption += f', the first {_SHOWN}'
   return reporting.plain_table(

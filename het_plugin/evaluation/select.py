@@ -97,7 +97,7 @@ def rank(
   elif len(names) > 1:
     agreements = {n: rank_agreement(*xy) for n, xy in points.items()}
   notes += [
-    f"{n} shots: Kendall's tau "
+    f"{reporting.counted(n, 'shot')}: Kendall's tau "
     + ('undefined' if found['kendall_tau'] is None else f'{found["kendall_tau"]:.3f}')
     + f'; regret of keeping the best 1, 2, ...: {", ".join(f"{x:.3f}" for x in found["regret"])}'
     for n, found in agreements.items()
@@ -120,7 +120,7 @@ def rank(
     notes=notes,
     draw=lambda: _figure(
       reporting.scatter_png(
-        {f'{n} shot{"s" * (n > 1)}': xy for n, xy in points.items()},
+        {reporting.counted(n, 'shot'): xy for n, xy in points.items()},
         [names[i] for i in kept],
         xlabel=f'{proxy_name}, leave-one-out',
         ylabel='few-shot accuracy',
@@ -242,9 +242,9 @@ def ensemble(
   return reporting.Report(
     row_title='candidate',
     title='Greedy ensemble',
-    introduction=f'Members out of {len(names)} candidates, added one by one for the smallest '
-    f'validation NLL {"with" if replacement else "without"} replacement; an ensemble predicts the '
-    'average of probabilities.',
+    introduction=f'Members out of {reporting.counted(len(names), "candidate")}, added one by one '
+    f'for the smallest validation NLL {"with" if replacement else "without"} replacement; an '
+    'ensemble predicts the average of probabilities.',
     rows=[
       {'name': row['ensemble'], 'members': row['num_members']}
       | {

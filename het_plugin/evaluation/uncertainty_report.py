@@ -147,7 +147,7 @@ def make_report(evaluations: Sequence[Evaluation]) -> reporting.Report:
     )
   return reporting.Report(
     title='Predictive uncertainty',
-    introduction=f'{rows[0]["num_examples"]:,} examples of {where}.',
+    introduction=f'{reporting.counted(rows[0]["num_examples"], "example")} of {where}.',
     rows=shown,
     row_title='checkpoint',
     notes=notes + [f'{r["name"]}: {r["no_covariance"]}' for r in rows if 'no_covariance' in r],

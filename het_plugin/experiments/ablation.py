@@ -289,7 +289,8 @@ class _Training:
     tables = self._differences(rows), self._tests(rows), self._choices()
     return reporting.Report(
       title=ablation.title,
-      introduction=f'{ablation.paper} Here: mean and standard error of {len(seeds)} seeds '
+      introduction=f'{ablation.paper} Here: mean and standard error of '
+      f'{reporting.counted(len(seeds), "seed")} '
       f'({", ".join(map(str, seeds))}) on {ablation.report_split}.',
       row_title='cell',
       rows=[{'name': row['head']} | {k: v for k, v in row.items() if k != 'head'} for row in rows],

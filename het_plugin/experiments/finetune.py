@@ -119,8 +119,9 @@ def finetune(
   return dataclasses.replace(
     report,
     title='Fine-tuned ensemble',
-    introduction=f'{len(trained)} runs: the {len(kept)} of {len(names)} candidates with the best '
-    f'kNN accuracy (k = {k[0]}), {len(settings)} settings each. {report.introduction}',
+    introduction=f'{reporting.counted(len(trained), "run")}: the {len(kept)} of {len(names)} '
+    f'candidates with the best kNN accuracy (k = {k[0]}), '
+    f'{reporting.counted(len(settings), "setting")} each. {report.introduction}',
     notes=[f'leave-one-out kNN accuracy, k = {k[0]}: {", ".join(ranking)}', *report.notes],
     json=report.json | {'proxy': proxy, 'kept': kept},
   )

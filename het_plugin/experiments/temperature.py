@@ -414,7 +414,8 @@ def make_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> reporting.Re
   return reporting.Report(
     title='Ways to choose the temperature',
     introduction='Mean and standard error over '
-    f'{len(rows[0]["replications"])} replications, as table 13 of Collier et al. 2023.',
+    f'{reporting.counted(len(rows[0]["replications"]), "replication")}, as table 13 of Collier et '
+    'al. 2023.',
     json=rows,
     row_title='method',
     rows=[

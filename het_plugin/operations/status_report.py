@@ -128,8 +128,7 @@ def _attempts(attempts: Sequence[Mapping[str, Any]]) -> reporting.Table:
     )
     for row in attempts[-_SHOWN_ATTEMPTS:]
   ]
-  restarts = len(attempts) - 1
-  caption = f'starts: {len(attempts)}, {restarts} restart{"s" * (restarts != 1)}'
+  caption = f'starts: {len(attempts)}, {reporting.counted(len(attempts) - 1, "restart")}'
   return reporting.Table(caption, ('', 'began', 'lasted', 'steps', 'saved', 'ended'), lines)
 
 

@@ -111,7 +111,7 @@ def _tables(row: Row) -> dict[str, Row]:
   """The further tables of a row, few-shot accuracies among them."""
   found = dict(row.get('tables', {}))
   for dataset, by_shots in row.get('fewshot', {}).items():
-    titles = {n: f'{n} shot{"s" * (n != 1)}' for n in sorted(by_shots)}
+    titles = {n: counted(n, 'shot') for n in sorted(by_shots)}
     errors = row.get('fewshot_stderr', {}).get(dataset, {})
     found[f'few-shot accuracy {dataset}'.strip()] = {
       **{title: by_shots[n] for n, title in titles.items()},
@@ -135,7 +135,7 @@ def _column(name: str, rows: Sequence[Row], compared: int) -> tuple[str, list[st
   stderr = [(row.get('stderr') or {}).get(name) for row in rows]
   values = [row.get(name) for row in rows]
   field = _FIELDS.get(name) or _Field(name, _spec(values, stderr))
-  if re.fullmatch(r'\d+ shots?', name):
+  if re.fullmatch(r'[\d,]+ shots?', name):
     field = _Field(name, '.3f', max)
   printed = [cell(value, spec=field.spec) for value in values[:compared]]
   present = [text for text in printed if text != _MISSING]
@@ -167,6 +167,11 @@ def _ordered_fields(rows: Sequence[Row]) -> list[str]:
   )
   known = [name for name in _FIELDS if any(row.get(name) is not None for row in rows)]
   return [*known, *others]
+
+
+def counted(number: int, noun: str) -> str:
+  """'1 seed', '2 seeds'."""
+  return f'{number:,} {noun}{"s" * (number != 1)}'
 
 
 def p_text(p: float | None) -> str:

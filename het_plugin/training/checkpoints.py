@@ -297,7 +297,7 @@ class Checkpointer:
       return restored
     if steps:
       raise ValueError(
-        f'none of the {len(steps)} checkpoints in model_dir={self._directory} can be read (newest: '
+        f'no checkpoint in model_dir={self._directory} can be read (newest of {len(steps)}: '
         f'{reasons[0]}). Restore one from a copy, or take another model_dir'
       )
     return None

@@ -62,6 +62,11 @@ def test_few_shot_tables_by_data_set_with_errors():
     },
     {'name': 'HET', 'fewshot': {'digits': {1: 0.75, 10: 0.7}}},
   ]
+  assert [reporting.counted(n, 'seed') for n in (0, 1, 2000)] == [
+    '0 seeds',
+    '1 seed',
+    '2,000 seeds',
+  ]
   captions = [found.caption for found in tables_of(rows)]
   assert captions == ['few-shot accuracy digits', 'few-shot accuracy birds']
   assert columns(rows) == {

@@ -271,7 +271,7 @@ def test_a_run_without_a_usable_checkpoint_does_not_start_over(tmp_path):
   with pytest.raises(ValueError, match=words):
     restore(tmp_path, make_state(num_classes=32))
   truncate_arrays(tmp_path / 'checkpoint_1')
-  with pytest.raises(ValueError, match=r'1 checkpoints in model_dir=.* \(newest: .*model_dir'):
+  with pytest.raises(ValueError, match=r'no checkpoint in model_dir=.* \(newest of 1: .*model_dir'):
     restore(tmp_path, make_state())
   assert (tmp_path / 'checkpoint_1').exists()
 
