@@ -364,7 +364,7 @@ def _json_records(file: pathlib.Path) -> Iterator[tuple[int, dict]]:
       if not line.strip():
         continue
       try:
-        record = json.loads(line.decode())
+        record = json.loads(line.decode('utf-8-sig'))  # with a mark of Windows
       except (ValueError, RecursionError) as error:
         raise ValueError(f'{file}, line {number} is not valid JSON: {error}.') from error
       if not isinstance(record, dict) or 'caption' not in record:

@@ -22,9 +22,8 @@ def photos(tmp_path, image_files):
 
 
 def write_json(path, records=RECORDS):
-  path.write_text(
-    '\n'.join(json.dumps(record, ensure_ascii=False) for record in records) + '\n\n', 'utf-8'
-  )
+  lines = [json.dumps(record, ensure_ascii=False) for record in records]
+  path.write_text('\ufeff' + '\r\n'.join([*lines, '', '']), 'utf-8')  # as Windows writes it
   return str(path)
 
 
