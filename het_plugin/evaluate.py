@@ -16,7 +16,6 @@ The output directory gets results.json, results.txt, index.html and its plots as
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from absl import flags
 
@@ -26,6 +25,7 @@ from het_plugin.estimators import noise_test
 from het_plugin.evaluation import evaluate, uncertainty_report
 from het_plugin.evaluation.names import short_names
 from het_plugin.runs import configuration
+from het_plugin.training import run_files
 from het_plugin.weights import is_weights_file
 
 _AS_GIVEN = (
@@ -93,13 +93,14 @@ def noise_tests(settings: evaluate.Settings) -> reporting.Report:
 def main(argv: Sequence[str]) -> None:
   F = flags.FLAGS
   with command_line.one_sentence_errors(argv):
-    if F.save_predictions and not F.output_dir:
+    folder = run_files.local_folder('output_dir', F.output_dir) if F.output_dir else None
+    if F.save_predictions and not folder:
       raise ValueError('--save_predictions needs --output_dir')
     index = F.covariance_index and flag_values.integers('covariance_index', F.covariance_index)
     settings = evaluate.Settings(
       **{name: F[name].value for name in _AS_GIVEN},
       covariance_index=tuple(dict.fromkeys(index)),
-      save_to=Path(F.output_dir) / 'predictions' if F.save_predictions else None,
+      save_to=folder / 'predictions' if F.save_predictions else None,
     )
     if all(map(is_weights_file, F.checkpoint)):
       of_runs = 'gin_file', 'gin_bindings', 'batch_size', 'covariance_images', 'homoglyph_examples'
@@ -107,11 +108,11 @@ def main(argv: Sequence[str]) -> None:
     distributed.initialize()
     if F.noise_test:
       report = noise_tests(settings)
-      report.write('het_plugin.evaluate', json=F.json, output_dir=F.output_dir)
+      report.write('het_plugin.evaluate', json=F.json, output_dir=folder)
       return
     evaluations = evaluate.evaluate(settings, command_line.gin_settings())
     report = uncertainty_report.make_report(evaluations)
-    report.write('het_plugin.evaluate', json=F.json, output_dir=F.output_dir)
+    report.write('het_plugin.evaluate', json=F.json, output_dir=folder)
 
 
 if __name__ == '__main__':

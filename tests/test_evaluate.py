@@ -215,6 +215,7 @@ def test_settings_that_are_wrong(run_main):
     ('--checkpoint=x.npz',): '--checkpoint=x.npz: ',
     ('--checkpoint=x', '--ood_dataset=digits'): '--ood_dataset and --ood_split',
     ('--checkpoint=x', '--save_predictions'): '--save_predictions needs --output_dir',
+    ('--checkpoint=x', '--output_dir=gs://b/x'): '--output_dir=gs://b/x must be a local directory',
     (
       *('--checkpoint=r/a/b', '--checkpoint=r/a_b', '--save_predictions'),
       '--output_dir=y',
