@@ -102,6 +102,13 @@ def test_seeds_in_groups(towers, run_main, tmp_path):
 
 
 @pytest.mark.slow
+def test_classes_that_one_of_several_runs_cannot_tell_apart_are_noted():
+  row = {'group': None, 'dataset': 'birds', 'scalars': {'top1': 0.5, 'top5': 1.0}}
+  rows = [{**row, 'run': run, 'classes_alike': n} for run, n in (('short', 3), ('long', 0))]
+  (note,) = zeroshot_report.make_report(rows).notes
+  assert note.endswith('as an earlier one: birds 3.')
+
+
 def test_data_sets_that_gin_files_bind(towers, run_main, tmp_path):
   gin_file = tmp_path / 'sets.gin'
   gin_file.write_text(

@@ -157,7 +157,10 @@ def make_report(rows: Sequence[Mapping[str, Any]]) -> reporting.Report:
     caption = f"Groups, p of Welch's t-test against {groups[0]['baseline']}"
     header = ('group', 'data set', 'metric', 'mean', 'runs', 'p')
     tables.append(reporting.Table(caption, header, lines))
-  counts = {x['dataset']: x.get('classes_alike', 0) or x.get('captions_alike', 0) for x in rows}
+  counts: dict[str, int] = {}  # the largest; a tokenizer with fewer tokens cuts off more words
+  for x in rows:
+    number = x.get('classes_alike', 0) or x.get('captions_alike', 0)
+    counts[x['dataset']] = max(number, counts.get(x['dataset'], 0))
   alike = ', '.join(f'{name} {number}' for name, number in counts.items() if number)
   plain = [{k: v for k, v in row.items() if k != 'scalars'} for row in rows]
   return reporting.Report(
