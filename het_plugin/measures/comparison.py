@@ -75,7 +75,8 @@ def group_mean(values: Sequence[float]) -> tuple[float, float | None]:
   """Mean of a metric over runs that differ in their seed, and its standard error, None for a single
   run.
   """
-  return float(np.mean(values)), float(scipy.stats.sem(values)) if len(values) > 1 else None
+  with np.errstate(invalid='ignore'):  # a run that failed has infinity, and no error is defined
+    return float(np.mean(values)), float(scipy.stats.sem(values)) if len(values) > 1 else None
 
 
 def welch_p(values: Sequence[float], baseline: Sequence[float]) -> float | None:

@@ -1,6 +1,8 @@
 """Averages and paired tests against scipy and by hand."""
 
 import dataclasses
+import math
+import warnings
 
 import numpy as np
 import pytest
@@ -73,5 +75,8 @@ def test_groups_of_seeds():
   a, b = np.array([85.53, 85.59, 85.56]), np.array([85.31, 85.25, 85.30])
   expected = pytest.approx(85.56), pytest.approx(0.03 / np.sqrt(3))
   assert comparison.group_mean(a) == expected and comparison.group_mean(a[:1]) == (85.53, None)
+  with warnings.catch_warnings(action='error'):  # of a run that failed
+    mean, error = comparison.group_mean([1.0, math.inf])
+  assert math.isinf(mean) and math.isnan(error)
   expected = scipy.stats.ttest_ind(a, b, equal_var=False).pvalue
   assert comparison.welch_p(a, b) == pytest.approx(expected) and expected < 0.01
