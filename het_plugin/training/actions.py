@@ -157,7 +157,8 @@ class TerminateOnNanAction(BaseAction):
 class EarlyStoppingAction(BaseAction):
   """Stops training when none of the last `patience` values of a metric improved on its predecessor.
 
-  An improvement is a change in the better direction by more than atol + rtol * |predecessor|.
+  An improvement is a change in the better direction by more than atol + rtol * |predecessor|, or
+  from infinity or NaN to a number.
   """
 
   def __init__(
@@ -195,7 +196,12 @@ class EarlyStoppingAction(BaseAction):
     if len(self._history) < self._patience:
       return False
     pairs = zip(self._history[:-1], self._history[1:], strict=True)
-    if any(now < before - self._atol - self._rtol * abs(before) for before, now in pairs):
+    if any(self._improved(before, now) for before, now in pairs):
       return False
     _log.warning('Stopping: %s of %s has not improved.', self._metric, self._task)
     return True
+
+  def _improved(self, before: float, now: float) -> bool:
+    if not math.isfinite(before):
+      return math.isfinite(now)
+    return now < before - self._atol - self._rtol * abs(before)

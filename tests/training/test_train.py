@@ -2,6 +2,7 @@ import errno
 import functools
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -401,6 +402,14 @@ def test_early_stopping_goes_on_where_it_was(tmp_path):
   assert run(total_steps=4) == 4  # two evaluations; the second is worse
   assert run(total_steps=12) == 6
   assert run(total_steps=12) == 6  # a restart trains no further
+
+
+@pytest.mark.parametrize('first', [math.inf, math.nan])
+def test_early_stopping_takes_a_number_for_better_than_none(first):
+  stopping = actions.EarlyStoppingAction(('toy_eval', 'loss'), 'min', patience=2)
+  losses = [first, 2.0, 1.0, math.inf, 1.0, 1.0]
+  stopped = [stopping.run(None, {'toy_eval': {'loss': loss}}) for loss in losses]
+  assert stopped == [False, False, False, True, False, True]
 
 
 def test_an_evaluation_that_is_repeated_counts_once(tmp_path):
