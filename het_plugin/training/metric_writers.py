@@ -80,7 +80,7 @@ class JsonlWriter:
 def _position(row: Mapping[str, Any]) -> tuple[int, bool]:
   """(step, whether the row follows an evaluation), the order in which a run writes."""
   return row['step'], not all(
-    name == 'step' or name.startswith(('train/', 'data/')) for name in row
+    name == 'step' or name.startswith(('train/', 'data/', 'goodput/')) for name in row
   )
 
 

@@ -47,6 +47,7 @@ def test_an_evaluation_that_does_not_count_is_dropped(tmp_path):
     '{"step": 2, "eval/x": 1}',
     '{"step": 3, "train/x": 2}',
     '{"step": 3, "data/corrupt_records": 1}',
+    '{"step": 3, "goodput/share": 0.5}',
     '{"step": 3, "eval/x": 3}',
     '{"step": 3, "train/x": 4, "y": 5}',
   ]
@@ -54,7 +55,7 @@ def test_an_evaluation_that_does_not_count_is_dropped(tmp_path):
   metric_writers.JsonlWriter(path, resume_step=3, evaluated=True)
   assert path.read_text().splitlines() == lines
   metric_writers.JsonlWriter(path, resume_step=3, evaluated=False)
-  assert path.read_text().splitlines() == lines[:3]
+  assert path.read_text().splitlines() == lines[:4]
 
 
 def test_event_files_have_scalars_texts_and_what_else_clu_writes(tmp_path):
