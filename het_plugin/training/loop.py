@@ -247,6 +247,7 @@ class TrainLoop:
         {
           'config': self.config,
           'evaluated': evaluated,
+          'last_evaluation': step,
           'stopped': stopped_by(self.actions, self.schedule) if self._stopped else None,
           'skipped_steps': self.guard.num_skipped,
           'actions': states if repeats else actions_lib.get_states(self.actions),

@@ -207,7 +207,10 @@ def train(
       else:
         train_iter.set_state(start.dataset_state)
       stays = start.record.get('stopped') == loop_lib.stopped_by(actions, schedule)
-      if evaluate_again and (start.step == total_steps or stays):
+      is_last = start.step == total_steps
+      # An evaluation follows the last step, also if a later one was to be the last.
+      missing = is_last and start.record.get('last_evaluation', total_steps) != total_steps
+      if evaluators and missing or evaluate_again and (is_last or stays):
         start = dataclasses.replace(start, record={**start.record, 'evaluated': False})
     if start.step > total_steps:
       raise ValueError(

@@ -402,6 +402,7 @@ def test_early_stopping_goes_on_where_it_was(tmp_path):
   assert run(total_steps=4) == 4  # two evaluations; the second is worse
   assert run(total_steps=12) == 6
   assert run(total_steps=12) == 6  # a restart trains no further
+  assert list(series(tmp_path, 'goodput/share')) == [4, 6]
 
 
 @pytest.mark.parametrize('first', [math.inf, math.nan])
@@ -451,6 +452,13 @@ def test_a_finished_run_does_nothing(tmp_path):
   assert lines(tmp_path) == before
   with pytest.raises(ValueError, match='total_steps=3 .* 4'):
     toy_run.run(tmp_path, total_steps=3)
+
+
+def test_a_run_that_ends_earlier_than_planned_is_evaluated(tmp_path):
+  with pytest.raises(exit_codes.Preempted):
+    toy_run.run(tmp_path, actions={'TRAIN': [Interrupt(sigterm)]})
+  assert toy_run.run(tmp_path, total_steps=1)[0] == 1
+  assert list(series(tmp_path, 'training_eval/toy_eval/loss')) == [1]
 
 
 def test_a_checkpoint_of_another_run_that_came_while_it_waited_is_not_resumed(
