@@ -96,6 +96,8 @@ class Settings:
       raise ValueError(f'--folds={self.folds} must be at least 2')
     if not 0 < self.validation < 1:
       raise ValueError(f'--validation={self.validation} must be a share in (0, 1)')
+    if not self.tol > 0:
+      raise ValueError(f'--tol={self.tol} must be a number > 0')
 
   def grid(self, head: str) -> list[dict[str, Any]]:
     """Settings of the estimator at each point of the grid."""

@@ -102,6 +102,7 @@ def test_the_main(few, tmp_path, run_main):
     ('--C_noise=best', '--C_noise=best must be a number > 0, or auto'),
     ('--C_noise=auto,0.1', '--C_noise=auto,0.1: auto chooses from values of its own'),
     ('--C_noise=0.1', '--C_noise has no effect on --heads=det, which has no noise'),
+    ('--tol=0', '--tol=0.0 must be a number > 0'),
     ('--folds=3', '--folds has no effect on --test'),
   ):
     assert message in run_main(probe_main, *arguments, flag, code=2)
