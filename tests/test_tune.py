@@ -69,7 +69,7 @@ def test_the_table_and_its_rerun(run, tmp_path, monkeypatch):
   assert json.loads((folder / 'results.json').read_text()) == rows
 
 
-def test_wrong_settings_are_one_sentence(run):
+def test_wrong_settings_are_one_sentence(run, caplog):
   for settings, message in (
     ({'method': 'newton'}, '--method=newton is unknown'),
     ({'method': ''}, '--method= is unknown'),
@@ -88,3 +88,4 @@ def test_wrong_settings_are_one_sentence(run):
     ({'output_dir': 'gs://b/x'}, '--output_dir=gs://b/x must be a local directory'),
   ):
     assert message in run(code=2, **settings)
+  assert 'is used by nothing' not in caplog.text  # what the study binds itself

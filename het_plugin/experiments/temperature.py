@@ -279,7 +279,7 @@ class Study:
     bindings = [
       'train.trainer_cls = @HeldOutTemperatureTrainer',
       f'HeldOutTemperatureTrainer.estimator = {estimator!r}',
-      'OPTIMIZER = @temperature_optimizer()',
+      _OWN_OPTIMIZER,
       'temperature_optimizer.learning_rate = %TEMPERATURE_LEARNING_RATE',
       f'HeldOutTemperatureTrainer.held_out_every = {held_out_every}',
       *of_a_share,
@@ -293,12 +293,13 @@ class Study:
     optimizer = gin.query_parameter('%OPTIMIZER')
     steps = round(length * _configured(data.total_steps))
     task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
+    if _OWN_OPTIMIZER in bindings:
+      bindings = [f'temperature_optimizer.optimizer_def = {optimizer!r}', *bindings]
     run = dataclasses.replace(
       self.base,
       gin_bindings=[
         *self.base.gin_bindings,
         f'{head}.temperature = @LearnedTemperature()',
-        f'temperature_optimizer.optimizer_def = {optimizer!r}',
         *(f'TRAIN_{unit} = None' for unit in ('EXAMPLES', 'EPOCHS')),
         f'TRAIN_STEPS = {steps}',
         f'RANDOM_SEED = {self.seed}',
@@ -331,6 +332,7 @@ class Study:
 
 # What `_run` makes the steps and the optimizer of a training from.
 _READ = ('TRAIN_STEPS', 'TRAIN_EXAMPLES', 'TRAIN_EPOCHS', 'OPTIMIZER')
+_OWN_OPTIMIZER = 'OPTIMIZER = @temperature_optimizer()'  # of the temperature
 _SIMPLE = ['train/DatasetConfig.split = %FULL_SPLIT'], 1.0
 
 
@@ -342,7 +344,7 @@ def _fixed(tau: float, split: str) -> list[str]:
     f'LearnedTemperature.tau_min = {low}',
     f'LearnedTemperature.tau_max = {high}',
     f'LearnedTemperature.initial_tau = {tau}',
-    'OPTIMIZER = @temperature_optimizer()',
+    _OWN_OPTIMIZER,
     'temperature_optimizer.learning_rate = 0.0',
   ]
 
