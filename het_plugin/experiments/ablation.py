@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from het_plugin import reporting
+import gin
+from het_plugin import data, reporting
+from het_plugin.data import splits
 from het_plugin.experiments import analyses, trainings
 from het_plugin.experiments.study import Request, check_labels, check_settings
 from het_plugin.measures import comparison
@@ -168,7 +170,20 @@ class Ablation:
     if request.cells is not None:
       ablation = ablation.only(request.cells)
     request.check_used(ablation.shared, ablation.cells)
+    ablation._check_splits(request)
     yield from _Training(ablation, request).reports()
+
+  def _check_splits(self, request: Request) -> None:
+    """Raises ValueError if a task lacks a split; reported runs come after those that choose."""
+    for label, settings in self.cells.items():
+      request.run_of([*self.shared, *settings]).parse(request.output_dir)
+      task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
+      names = ['report_split'] + ['choose_split'] * (len(self.candidates(label)) > 1)
+      for name in names:
+        try:
+          splits.resolve(getattr(self, name), data.task_info(task).splits, task)
+        except ValueError as error:
+          raise ValueError(f'Ablation.{name}={getattr(self, name)!r}: {error}') from error
 
 
 def _folder_name(text: str) -> str:

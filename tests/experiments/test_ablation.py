@@ -58,6 +58,8 @@ def ablation(**settings):
     'shared': (RUN, 'LEARNING_RATE = 0.003'),
     'cells': {'DET': (HEAD('det'),), 'learned': (HEAD('det_learned_tau'),)},
     'metrics': ('nll', 'tau'),
+    'choose_split': 'test[:50%]',
+    'report_split': 'test[50%:]',
   } | settings
   return Ablation(**settings)
 
@@ -160,7 +162,7 @@ def test_errors_over_examples_of_what_an_analysis_wrote(tmp_path, trained):
 def test_bindings_of_the_command_line_win(tmp_path, trained):
   request = {'gin_bindings': ['LEARNING_RATE = 0.02'], 'seeds': [7], 'cells': ['learned']}
   report = last_report(ablation(), tmp_path, **request)
-  assert trained == [('seed=7', 0.02, 7, 'validation[50%:]')]
+  assert trained == [('seed=7', 0.02, 7, 'test[50%:]')]
   assert [row['name'] for row in report.rows] == ['learned']
   with pytest.raises(ValueError, match='gin.LEARNING_RATE .*Ablation.choose'):
     last_report(ablation(choose={'LEARNING_RATE': (1, 2)}), tmp_path, **request)
@@ -172,7 +174,7 @@ def test_bindings_of_the_command_line_win(tmp_path, trained):
     ({'cells': {'DET': 'det.gin'}}, "'DET' .*'det.gin'"),
     ({'cells': {'a b': (), 'a/b': ()}}, 'cells.* a b, a/b '),
     ({'cells': {'DET': (), '..': ()}}, "'..' names no folder"),
-    ({'analysis': ExampleNLL('test')}, "ExampleNLL.split='test' .*report_split='validation"),
+    ({'analysis': ExampleNLL('test')}, "ExampleNLL.split='test' .*report_split='test\\["),
     ({'seeds': 3}, 'Ablation.seeds=3 must be one or more values in brackets'),
     ({'metrics': 'nll'}, "Ablation.metrics='nll' must be one or more"),
     ({'choose': {'LEARNING_RATE': 0.1}}, r'choose: LEARNING_RATE=0.1 must be one or more'),
@@ -212,6 +214,10 @@ def test_unknown_metrics_and_cells(tmp_path, trained):
   assert len(trained) == 1
   with pytest.raises(ValueError, match="cells .*'HET'.* DET, learned"):
     last_report(ablation(), tmp_path, cells=['HET'])
+  with pytest.raises(
+    ValueError, match="Ablation.report_split='validation': .* digits; choose from"
+  ):
+    last_report(ablation(report_split='validation', choose={'LEARNING_RATE': (1, 2)}), tmp_path)
   study = ablation(measured={'learned': {'x': ('DET', 'tau')}})
   with pytest.raises(ValueError, match="measured.*'learned' .*'DET'"):
     last_report(study, tmp_path, cells=['learned'])
