@@ -101,7 +101,6 @@ def test_seeds_in_groups(towers, run_main, tmp_path):
   assert f'±{groups["digits", "top5", "DET"]["stderr"]:.4f}' in printed
 
 
-@pytest.mark.slow
 def test_classes_that_one_of_several_runs_cannot_tell_apart_are_noted():
   row = {'group': None, 'dataset': 'birds', 'scalars': {'top1': 0.5, 'top5': 1.0}}
   rows = [{**row, 'run': run, 'classes_alike': n} for run, n in (('short', 3), ('long', 0))]
@@ -109,6 +108,7 @@ def test_classes_that_one_of_several_runs_cannot_tell_apart_are_noted():
   assert note.endswith('as an earlier one: birds 3.')
 
 
+@pytest.mark.slow
 def test_data_sets_that_gin_files_bind(towers, run_main, tmp_path):
   gin_file = tmp_path / 'sets.gin'
   gin_file.write_text(
