@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 
-import gin
 from het_plugin import rows, runs, select, weights
 from het_plugin.experiments import finetune, soup, trainings
 from het_plugin.training import checkpoint_reader
@@ -81,7 +80,6 @@ def test_all_candidates_are_trained_on_one_task_that_their_model_fits(tmp_path):
     finetune._check_runs([], [model, other], none, tmp_path)
   with pytest.raises(ValueError, match='Det.num_classes=10 must be .* the task, [0-9]+ '):
     finetune._check_runs([task], [dataclasses.replace(model, gin_bindings=[task])], none, tmp_path)
-  gin.clear_config()
 
 
 def test_the_splits_of_an_ensemble_are_those_of_the_task():
