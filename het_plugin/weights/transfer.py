@@ -101,7 +101,7 @@ def load_params(
   prefix = layouts.head_prefix_of(source)
   passed_over = {name for name in source if head == INIT and layouts.is_head(name)}
   for pattern in skip:
-    matched = {name for name in source if re.fullmatch(pattern, name)}
+    matched = {name for name in (*source, *unused) if re.fullmatch(pattern, name)}
     if not matched:
       some = ', '.join(sorted(source)[:_SHOWN])
       raise ValueError(f'skip has {pattern!r}, which matches no array of the file: {some}, ...')
