@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # seqio imports TensorFlow, which labels do not need
   import seqio
 
 PADDING, END = 0, 1  # seqio's token ids, the same in all supported vocabularies
+LABEL_FIELDS = 'label_weight', 'weight', 'annotator'  # what labels may have, see `Labels`
 _CAPTION_STREAM = 2**34  # folded into an example's key
 
 

@@ -22,7 +22,6 @@ SPLIT_KEY = counter_random.base_key(20230127)  # a constant: splits must not cha
 VALIDATION_FRACTION = 0.1
 _NUM_DIGITS = 1797
 _SAMPLED_ROWS = 100  # for the version of features
-_OF_LABELS = 'label_weight', 'weight', 'annotator', 'class_name'
 
 
 class ArraySource:
@@ -126,7 +125,9 @@ def npz_source(path: str) -> ArraySource:
     ValueError: the file or an array is missing or damaged, or has another shape, type or values.
   """
   name = f'npz:{path}'
-  with _reading(name, path, 'label', optional=(*_OF_LABELS, 'split')) as arrays:
+  with _reading(
+    name, path, 'label', optional=(*annotations.LABEL_FIELDS, 'class_name', 'split')
+  ) as arrays:
     names = arrays['class_name'].astype(str) if 'class_name' in arrays.files else None
     if names is not None:
       if names.ndim != 1:
@@ -213,7 +214,7 @@ def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray, tupl
   """Returns the number of classes, the labels, int32 [N, L] or with fields, and the annotators."""
   labels = arrays['label']
   label_weight, weight, annotator = (
-    arrays[field] if field in arrays else None for field in ('label_weight', 'weight', 'annotator')
+    arrays[field] if field in arrays else None for field in annotations.LABEL_FIELDS
   )
   is_soft = labels.dtype.kind == 'f' and labels.ndim == 2 and label_weight is None
   if len(labels) != num_images or not (is_soft or labels.dtype.kind in 'iu' and labels.ndim <= 2):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from het_plugin.data import preprocess
-from het_plugin.data.annotations import with_fields
+from het_plugin.data.annotations import LABEL_FIELDS, with_fields
 from het_plugin.data.array_source import VALIDATION_FRACTION, fixed_split
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 from het_plugin.rows.files import check_names
@@ -25,7 +25,6 @@ _SPLITS = {'train', 'val', 'valid', 'validation', 'test'}  # usual names
 _SAMPLE = 16  # number of images whose size is read
 SUFFIXES = ('.jpg', '.jpeg', '.png')
 CAPTION_FILES = ('captions.jsonl', 'captions.csv', 'captions.tsv')
-_OF_VOTES = 'label_weight', 'weight', 'annotator'
 
 
 class ImageFolderSource:
@@ -175,7 +174,7 @@ def _checksum(texts: Iterable[str], checksum: int = 0) -> int:
 def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[dict[str, Any]]]:
   """The label, as a number, and the other fields of each record of labels.csv, by file."""
   found: dict[str, list[dict[str, Any]]] = {}
-  for line, record in table_records(table, ('file', 'label'), _OF_VOTES):
+  for line, record in table_records(table, ('file', 'label'), LABEL_FIELDS):
     where, vote = f'{table}, line {line}', {'label': numbers.get(record['label'])}
     if vote['label'] is None:
       raise ValueError(f'{where}: label {record["label"]!r} is not a class folder.')
