@@ -8,6 +8,7 @@ called from anywhere, so its bindings count as used.
 
 import dataclasses
 import difflib
+import functools
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -169,5 +170,7 @@ def _shipped(names: Collection[str]) -> set[tuple[str, str]]:
   }
 
 
-def _our_files() -> Iterator[str]:
-  return (path.read_text() for path in parsing.gin_root().rglob('*.gin'))
+@functools.cache
+def _our_files() -> tuple[str, ...]:
+  """The texts of this package's gin files."""
+  return tuple(path.read_text() for path in parsing.gin_root().rglob('*.gin'))

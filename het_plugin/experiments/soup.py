@@ -132,7 +132,7 @@ def soup(
   chosen = [names[i] for i in members]
   return reporting.Report(
     title='Soups of checkpoints',
-    introduction=f'Averages of the parameters of '
+    introduction='Averages of the parameters of '
     f'{reporting.counted(len(names), "checkpoint")} on {split}; the greedy one adds '
     'candidates from the best to the worst and keeps those that do not lower precision@1.',
     row_title='candidate',
