@@ -6,12 +6,13 @@
     python -m het_plugin.audit --train=train.npz --dataset=digits --html=audit.html
 
 Fits a head to each fold's other folds, and compares the labels with its location: what it says of
-the classes without the noise. Prints the share of wrong labels, the pairs of classes that people
-confuse, and the labels that are most probably wrong. --csv and --json list every example: index,
-label, probability of the label, probability that it is wrong, suggested label, and its kind: wrong,
-ambiguous or fine. --suggest writes the rows with suggested labels in place of wrong ones. With
---dataset the page of --html shows images of the worst labels, of the most ambiguous ones and of the
-confused pairs. The index of a row is then the number of its example in --split.
+the classes without the noise. Then it fits the head to what it found, in --rounds rounds or fewer.
+Prints the share of wrong labels, the pairs of classes that people confuse, and the labels that are
+most probably wrong. --csv and --json list every example: index, label, probability of the label,
+probability that it is wrong, suggested label, and its kind: wrong, ambiguous or fine. --suggest
+writes the rows with suggested labels in place of wrong ones. With --dataset the page of --html
+shows images of the worst labels, of the most ambiguous ones and of the confused pairs. The index of
+a row is then the number of its example in --split.
 --C, --C_noise and --num_factors may list several values, from which held-out labels choose; with
 --C_noise=auto every fit chooses from no noise and shares of C.
 """
@@ -39,12 +40,18 @@ def define_flags() -> None:
   flags.DEFINE_string(
     'output_dir', 'representations', 'With --checkpoint: where to write its file.'
   )
-  flags.DEFINE_enum('head', 'het_xl', list(probe.CLASSIFIERS), 'The head to fit.')
+  flags.DEFINE_enum('head', 'det', list(probe.CLASSIFIERS), 'The head to fit.')
   flags.DEFINE_list('C', ['1'], 'Inverse strength of the regularisation, as in scikit-learn.')
   flags.DEFINE_list(
     'C_noise', ['0.1'], 'Inverse strength of the regularisation of the noise, or auto.'
   )
   flags.DEFINE_list('num_factors', ['4'], 'R.')
+  flags.DEFINE_integer(
+    'rounds',
+    audit.ROUNDS,
+    'Largest number of rounds. From the second one on, the head is fitted to what was found.',
+    lower_bound=1,
+  )
   flags.DEFINE_integer('folds', 5, 'Folds of the rows.', lower_bound=2)
   flags.DEFINE_integer('max_iter', 500, 'Largest number of iterations of a fit.', lower_bound=1)
   flags.DEFINE_integer('seed', 0, 'Seed of the folds and of the initial values.', lower_bound=0)
@@ -87,7 +94,7 @@ def main(argv: Sequence[str]) -> None:
         of_run = F.checkpoint, command_line.gin_settings(), F.dataset, F.output_dir
         (source,) = represent.files_of('het_plugin.audit', *of_run, [F.split], F.layer)
         _check_suggested(F.suggest, source)
-    report = audit.report(source, settings, examples)
+    report = audit.report(source, settings, examples, F.rounds)
     report.write('het_plugin.audit', json=F.json, html=F.html)
     if F.csv:
       audit.write_csv(F.csv, report.json['rows'])

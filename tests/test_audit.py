@@ -17,7 +17,8 @@ from het_plugin import audit
 from het_plugin import rows as rows_lib
 from het_plugin.data import tasks
 
-FAST = ['--folds=2', '--C=10', '--C_noise=1', '--num_factors=1', '--max_iter=40']
+FAST = ['--folds=2', '--C=10', '--max_iter=40']
+HET_XL = ['--head=het_xl', '--C_noise=1', '--num_factors=1', '--rounds=2']
 
 
 @pytest.fixture(scope='module')
@@ -98,7 +99,7 @@ def test_the_page_shows_the_images_of_the_rows(noisy, run_main, tmp_path):
   sized = tmp_path / 'sized.npz'
   rows_lib.write(sized, dataclasses.replace(rows, provenance={'image_size': 4}))
   where = f'--json={tmp_path / "a.json"}', f'--html={page}'
-  run_main(audit, f'--train={sized}', f'--dataset={task}', *where, *FAST)
+  run_main(audit, f'--train={sized}', f'--dataset={task}', *where, *FAST, *HET_XL)
   listed = json.loads((tmp_path / 'a.json').read_text())
   by_index = {row['index']: row for row in listed['rows']}
   galleries = pictures(page.read_text())
@@ -128,7 +129,7 @@ def test_a_run_is_represented_and_its_images_shown(digits_det_run, run_main, tmp
   run_dir, _ = digits_det_run
   page = tmp_path / 'a.html'
   run_main(
-    *(audit, f'--checkpoint={run_dir}', '--dataset=digits', '--split=test', '--head=det'),
+    *(audit, f'--checkpoint={run_dir}', '--dataset=digits', '--split=test', '--rounds=2'),
     *(f'--output_dir={tmp_path}', f'--html={page}', '--folds=2', '--C=1', '--max_iter=20'),
   )
   (file,) = tmp_path.rglob('test.safetensors')

@@ -1,4 +1,11 @@
-"""Which labels of saved representations are wrong: out of fold, by the location of a head."""
+"""Which labels of saved representations are wrong: out of fold, by the location of a head.
+
+A head that is fitted to the labels predicts labels, with their errors. So the audit goes in rounds
+of expectation-maximisation. The first fits the head to the labels, and finds the confusions T
+(`measures.audit`). The next ones fit it to the posterior of the truth under T, and find T anew.
+This maximises the likelihood of the labels, sum_k p_k(x) T_ky, in the head and T together. The
+likelihood of labels that no fit has seen says when to stop.
+"""
 
 import csv
 import dataclasses
@@ -19,16 +26,20 @@ from het_plugin.measures import audit as measure
 if TYPE_CHECKING:  # imports tasks of images, which files do not need
   from het_plugin.evaluation.examples import Examples
 
-# Those of the command. The share of wrong labels needs noise, so 'auto' is no default here: where
-# it takes none, the location is that of DET, which finds too few.
-SETTINGS = probe.Settings(('het_xl',), c_noise=(0.1,), num_factors=(4,))
+SETTINGS = probe.Settings(('det',))  # those of the command
+ROUNDS = 10
+_GAIN = 0.002  # nats per label; less in `_PATIENCE` rounds ends the audit
+_PATIENCE = 2
 _SHOWN = 10
 _WORST = 100  # whose truth is counted
 _THUMBNAILS, _THUMBNAILS_OF_PAIR = 24, 8
 
 
 def audit(
-  features: np.ndarray, label: np.ndarray, settings: probe.Settings | None = None
+  features: np.ndarray,
+  label: np.ndarray,
+  settings: probe.Settings | None = None,
+  rounds: int = ROUNDS,
 ) -> measure.Audit:
   """Audits labels by fits to the other folds, so that no label scores itself.
 
@@ -47,14 +58,16 @@ def audit(
     features: float [N, D]; a memory map stays on disk.
     label: int or text [N]. Each class has at least `settings.folds` rows.
     settings: one head, by default `SETTINGS`, the folds, and its grid, from which held-out labels
-      choose (`probe.choose`).
+      choose (`probe.choose`) in the first round.
+    rounds: largest number of rounds. 1 fits the head to the labels only.
 
   Raises:
-    ValueError: there are several heads, too few rows of a class, or label is not one for each row.
+    ValueError: there are several heads, too few rows of a class, no round, or label is not one for
+      each row.
   """
   settings = SETTINGS if settings is None else settings
   x = features if isinstance(features, np.ndarray) else np.asarray(features)  # keeps a memory map
-  found, failures = _audit(x, np.asarray(label), settings)
+  found, failures, _ = _audit(x, np.asarray(label), settings, rounds)
   if failures:
     warnings.warn(_unfinished(failures, 'max_iter', settings), ConvergenceWarning, stacklevel=2)
   return found
@@ -64,10 +77,12 @@ def _unfinished(failures, setting, settings) -> str:
   return f'Fits that have not converged: {failures}; raise {setting} (now {settings.max_iter})'
 
 
-def _audit(features, label, settings) -> tuple[measure.Audit, int]:
-  """The audit, and the number of fits that have not converged."""
+def _audit(features, label, settings, rounds) -> tuple[measure.Audit, int, int]:
+  """The audit of the best round, how many of its fits have not converged, and its number."""
   if len(settings.heads) != 1:
     raise ValueError(f'--head={",".join(settings.heads)} must be one head')
+  if rounds < 1:
+    raise ValueError(f'--rounds={rounds} must be at least 1')
   encoded = targets.encode(inputs.labels_of_rows(features, label), 'classes')
   classes, y = encoded.classes, encoded.values[:, 0]
   if len(classes) < 2:
@@ -78,25 +93,60 @@ def _audit(features, label, settings) -> tuple[measure.Audit, int]:
       f'class {classes[counts.index(min(counts))]} has {min(counts)} rows: '
       f'--folds={settings.folds} needs at least as many of each class'
     )
-  starts, titles, order, failures = {}, probe.fit_titles(settings, settings.folds), [], 0
   folds = StratifiedKFold(settings.folds, shuffle=True, random_state=settings.seed)
-  with tempfile.TemporaryFile() as file:  # of the probabilities of all rows, fold by fold
-    for fitted, held_out in folds.split(np.zeros(len(y)), y):
-      of_fold = features, y, fitted, settings, starts, titles
-      estimator, _, unfinished = probe.fit_best(settings.heads[0], *of_fold)
-      failures += unfinished
-      for part in inputs.parts(held_out, features):
-        file.write(estimator.predict_clean_proba(features[part]).tobytes())
-      order.append(held_out)
-    file.flush()
-    order = np.concatenate(order)
-    p = np.memmap(file, np.float32, 'r', shape=(len(y), len(classes)))
-    found = measure.audit(p, y[order])
+  of_folds, truth, waited = [settings] * settings.folds, y, 0
+  best: list[tuple[measure.Audit, int, int]] = []  # of one round
+  with tempfile.TemporaryFile() as of_p, tempfile.TemporaryFile() as of_q:
+    for number in range(1, rounds + 1):
+      splits = folds.split(np.zeros(len(y)), y)
+      order, of_folds, unfinished = _write(of_p, features, truth, splits, of_folds, number)
+      p = np.memmap(of_p, np.float32, 'r', shape=(len(y), len(classes)))
+      found = measure.audit(p, y[order])
+      gain = best[0][0].nll - found.nll if best else np.inf
+      if gain > 0:
+        best = [(_in_order(found, order, classes), unfinished, number)]
+      waited = 0 if gain > _GAIN else waited + 1
+      if waited == _PATIENCE or number == rounds:
+        break
+      q = np.memmap(of_q, np.float32, 'w+', shape=p.shape)
+      for rows, _, posterior, _ in measure.posteriors(p, y[order], found.confusions):
+        q[order[rows]] = posterior
+      truth = targets.Targets('probabilities', np.arange(len(classes)), q)
+  return best[0]
+
+
+def _write(file, features, truth, splits, of_folds, number):
+  """Writes the probabilities of all rows, fold by fold, by fits to `truth` of the other folds.
+
+  Returns the rows in this order, the settings that each fold chose, and the number of fits that
+  have not converged.
+  """
+  titles, order, chosen, failures = probe.fit_titles(of_folds[0], len(of_folds)), [], [], 0
+  if number > 1:
+    titles = (f'round {number}, {title}' for title in titles)
+  file.seek(0)
+  for (fitted, held_out), settings in zip(splits, of_folds, strict=True):
+    of_fold = features, truth, fitted, settings, {}, titles
+    estimator, point, unfinished = probe.fit_best(settings.heads[0], *of_fold)
+    failures += unfinished
+    for part in inputs.parts(held_out, features):
+      file.write(estimator.predict_clean_proba(features[part]).tobytes())
+    order.append(held_out)
+    grid = {'C': 'c', 'C_noise': 'c_noise', 'num_factors': 'num_factors'}
+    chosen.append(
+      dataclasses.replace(settings, **{grid[x]: [point[x]] for x in grid if x in point})
+    )
+  file.flush()
+  return np.concatenate(order), chosen, failures
+
+
+def _in_order(found, order, classes) -> measure.Audit:
+  """The audit of rows in another order, which suggests classes by their ids."""
   place = np.argsort(order)
   rows = ('probability', 'confidence', 'wrong', 'suggested', 'kind')
   of_rows = {name: getattr(found, name)[place] for name in rows}
   of_rows['suggested'] = classes[of_rows['suggested']]
-  return dataclasses.replace(found, ids=classes, **of_rows), failures
+  return dataclasses.replace(found, ids=classes, **of_rows)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,13 +212,16 @@ def write_suggested(path: str, listed: Listed) -> None:
 
 
 def report(
-  source: str, settings: probe.Settings, examples: 'Examples | None' = None
+  source: str,
+  settings: probe.Settings,
+  examples: 'Examples | None' = None,
+  rounds: int = ROUNDS,
 ) -> reporting.Report:
   """The audit of a file of rows (`rows.read`) with one label per example.
 
   Args:
     source: the file.
-    settings: as in `audit`.
+    settings, rounds: as in `audit`.
     examples: the data set of the rows. The page shows some of its images; None shows none.
 
   Returns:
@@ -183,7 +236,7 @@ def report(
     rows = examples.named(rows)
     names = examples.info.shown_names or rows.class_names
   label = rows.label
-  found, failures = _audit(rows.features, label, settings)
+  found, failures, chosen = _audit(rows.features, label, settings, rounds)
   order = np.argsort(-found.wrong, kind='stable')
   listed = Listed(rows, label, found, order, examples.name if examples else None)
 
@@ -228,8 +281,10 @@ def report(
   ]
   if failures:
     notes.append(f'{_unfinished(failures, "--max_iter", settings)}.')
-  if head == 'det':
-    notes.append('det has no noise: its p is that of the label, so it finds too few wrong ones.')
+  if head == 'det' and rounds == 1:
+    notes.append(
+      'det has no noise. After one round its p is that of the label: it finds too few wrong ones.'
+    )
   truth = _by_truth(listed, examples) if examples is not None else None
   if truth is not None:
     notes.append(
@@ -242,7 +297,8 @@ def report(
   return reporting.Report(
     title='Audit of labels',
     introduction=f'{len(label):,} labels of {name}, by the location of {head} fitted to '
-    f'the other {settings.folds - 1} of {settings.folds} folds: '
+    f'the other {settings.folds - 1} of {settings.folds} folds '
+    f'({reporting.counted(chosen, "round")}): '
     f'{found.share:.1%} ± {found.share_error:.1%} are wrong. '
     f'{counts["wrong"]:,} are listed as wrong, {counts["ambiguous"]:,} as ambiguous.',
     tables=[table for table in tables if table.lines],
@@ -250,6 +306,8 @@ def report(
     draw=lambda: _galleries(listed, examples, shown) if examples and examples.are_images else {},
     json={
       'head': head,
+      'rounds': chosen,
+      'nll': found.nll,
       'share': found.share,
       'share_error': found.share_error,
       'counts': counts,

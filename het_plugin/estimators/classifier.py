@@ -105,7 +105,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       )
     if y is None:
       raise ValueError(f'{type(self).__name__} requires y to be passed, but the target y is None')
-    encoded = targets.encode(inputs.labels_of_rows(X, y), self.target)
+    is_encoded = isinstance(y, targets.Targets)  # as of an audit, whose labels stay in a file
+    encoded = y if is_encoded else targets.encode(inputs.labels_of_rows(X, y), self.target)
     if len(encoded.classes) > len(X):
       warnings.warn(
         f'y has K={len(encoded.classes)} classes and X has N={len(X)} rows: some classes have no '

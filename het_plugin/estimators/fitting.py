@@ -304,7 +304,7 @@ def tau_grid_nll(
   found = {}
   for tau in TAU_GRID:
     model = make_model(tau)
-    done, mean = fit(model, x[train], targets.rows(train), weight[train], settings)
+    done, mean = fit(model, x[train], targets[train], weight[train], settings)
     rows = x[held_out], targets.values[held_out]
     nll = apply(model, 'nll', done.params, mean, *rows, mesh=settings.mesh)
     found[tau] = float(np.average(nll, weights=weight[held_out]))

@@ -164,7 +164,7 @@ def noise_test(
     chosen = np.sort(rng.choice(len(x), max(MAX_ENTRIES // k, folds), replace=False))
   if folds > len(chosen):
     raise ValueError(f'folds={folds} must be at most {len(chosen)}, the number of rows')
-  x, labels = np.asarray(x[chosen], np.float32), labels.rows(chosen)
+  x, labels = np.asarray(x[chosen], np.float32), labels[chosen]
   if not np.isfinite(x).all():
     raise ValueError('the features contain NaN or infinity')
   if k < 2 and labels.link == 'softmax':
@@ -250,7 +250,7 @@ class _Fold:
   def __init__(self, test: _Test, x, labels, fitted, held_out):
     self.test, self.model = test, test.model
     self.x, self.values = x[held_out], labels.values[held_out]
-    of_fit = labels.rows(fitted)
+    of_fit = labels[fitted]
     self.mean = x[fitted].mean(axis=0)
     self.rows = objective.make_rows(
       self.model, x[fitted], self.mean, of_fit.values, np.ones(len(fitted)), test.c, 1.0

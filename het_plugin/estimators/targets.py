@@ -31,7 +31,7 @@ class Targets:
   def link(self) -> str:
     return 'sigmoid' if self.kind == 'indicator' else 'softmax'
 
-  def rows(self, rows: np.ndarray | slice) -> 'Targets':
+  def __getitem__(self, rows: np.ndarray | slice) -> 'Targets':
     return dataclasses.replace(self, values=self.values[rows])
 
   def main_class(self) -> np.ndarray:
@@ -79,8 +79,8 @@ class Targets:
 
   def class_shares(self, weight: np.ndarray) -> np.ndarray:
     """Share of each class over the examples with weights [N], float64 [K]."""
-    if self.values.dtype.kind == 'f':
-      return weight @ self.values / weight.sum()
+    if self.values.dtype.kind == 'f':  # einsum makes no copy of a mapped file in float64
+      return np.einsum('n,nk->k', weight, self.values) / weight.sum()
     listed = self.values >= 0
     each = np.where(listed, (weight / listed.sum(axis=1))[:, None], 0.0)
     totals = np.bincount(

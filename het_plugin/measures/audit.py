@@ -48,6 +48,7 @@ class Audit:
     share: the share of wrong labels.
     share_error: its standard error over examples, which T is estimated from as well (the delta
       method). It takes p as it is. 1/2 if p tells nothing of T; None for one example.
+    nll: mean of -log sum_k p_ik T_k,y_i, the negative log-likelihood of the labels, in nats.
   """
 
   probability: np.ndarray
@@ -60,6 +61,7 @@ class Audit:
   ids: np.ndarray
   share: float
   share_error: float | None
+  nll: float
 
   def pairs(self, count: int) -> list[tuple[Any, Any, float, float]]:
     """The most frequent confusions: (truth k, label y, T_ky, share of all examples).
@@ -108,14 +110,15 @@ def audit(p: np.ndarray, label: np.ndarray) -> Audit:
   confusions = _confusions(p, label)
   probability, confidence, wrong = np.empty((3, num_rows))
   suggested, kind = np.empty(num_rows, np.int64), np.empty(num_rows, f'<U{max(map(len, KINDS))}')
-  classes = np.zeros(num_classes)
-  for rows, part, q, _ in _posteriors(p, label, confusions):
+  classes, nll = np.zeros(num_classes), 0.0
+  for rows, part, q, likelihood in posteriors(p, label, confusions):
     each = np.arange(len(part)), label[rows]
     probability[rows], confidence[rows] = part[each], part.max(axis=1)
     wrong[rows], suggested[rows] = 1.0 - q[each], q.argmax(axis=1)
     kind[rows] = np.where(confidence[rows] > UNSURE, 'fine', 'ambiguous')
     kind[rows][wrong[rows] > 0.5] = 'wrong'
     classes += q.sum(axis=0) / num_rows
+    nll -= float(np.log(likelihood).sum()) / num_rows
   return Audit(
     probability=probability,
     confidence=confidence,
@@ -127,13 +130,23 @@ def audit(p: np.ndarray, label: np.ndarray) -> Audit:
     ids=np.arange(num_classes),
     share=float(wrong.mean()),
     share_error=_share_error(p, label, confusions, classes, wrong),
+    nll=nll,
   )
 
 
-def _posteriors(
+def posteriors(
   p: np.ndarray, label: np.ndarray, t: np.ndarray
 ) -> Iterator[tuple[slice, np.ndarray, np.ndarray, np.ndarray]]:
-  """Blocks of b rows: which, their p and posterior q [b, K], and the likelihood of labels [b]."""
+  """The posteriors of the truth given the labels, in blocks of b rows.
+
+  Args:
+    p, label: as in `audit`.
+    t: float [K, K], the confusions T.
+
+  Yields:
+    Which rows, their p and posteriors q, float64 [b, K] each, and the likelihood of their labels,
+    float64 [b].
+  """
   size = max(1, BLOCK_BYTES // (8 * p.shape[1]))
   for start in range(0, len(p), size):
     rows = slice(start, start + size)
@@ -165,7 +178,7 @@ def _share_error(
     return np.where(free, z - root * (root * z).sum(axis=1, keepdims=True), 0.0)
 
   def scores():
-    for rows, part, _, likelihood in _posteriors(p, label, t):
+    for rows, part, _, likelihood in posteriors(p, label, t):
       y = label[rows]
       yield rows, y, np.where(free.T[y], part / likelihood[:, None], 0.0)
 
@@ -207,7 +220,7 @@ def _confusions(p: np.ndarray, label: np.ndarray) -> np.ndarray:
   before = -np.inf
   for _ in range(_MAX_ROUNDS):
     joint, now = np.zeros_like(t), 0.0  # [label, truth], and the mean log-likelihood
-    for rows, _, q, likelihood in _posteriors(p, label, t):
+    for rows, _, q, likelihood in posteriors(p, label, t):
       one = np.ones(len(q)), label[rows], np.arange(len(q) + 1)
       joint += sparse.csc_array(one, shape=(num_classes, len(q))) @ q
       now += np.log(likelihood).sum() / len(p)

@@ -1,11 +1,13 @@
 """The audit of rows that stay in a file."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from sklearn.metrics import average_precision_score
 
 from het_plugin import rows as rows_lib
 from het_plugin.estimators import DetClassifier, inputs, minibatch, noise_test, probe
@@ -88,6 +90,34 @@ def test_pairs_and_suggestions_are_ids_of_classes():
   assert {pair[:2] for pair in by_name.pairs(3)} == {('3', '7'), ('7', '9'), ('9', '3')}
 
 
+def test_rounds_find_what_a_fit_to_the_labels_does_not():
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(1200, 12))
+  truth = (x @ rng.normal(size=(12, 5))).argmax(axis=1)
+  is_wrong = rng.random(1200) < 0.3
+  label = np.where(is_wrong, (truth + 1) % 5, truth)
+  settings = Settings(**SETTINGS | {'c': [1.0]})
+  one, all_ = (audit_lib.audit(x, label, settings, rounds) for rounds in (1, 10))
+  precision = [average_precision_score(is_wrong, found.wrong) for found in (one, all_)]
+  assert precision[0] < 0.95 and precision[1] > 0.99
+  share = is_wrong.mean()
+  assert abs(all_.share - share) < 0.03 < 0.08 < share - one.share
+  assert all_.nll < one.nll - 0.1
+
+
+def test_a_worse_round_is_not_taken(monkeypatch):
+  x, _, label = problem(300)
+  nll = iter([1.0, 0.9, 0.8995, 0.95, 0.5])
+  audit = audit_lib.measure.audit
+
+  def audited(p, y):
+    return dataclasses.replace(audit(p, y), nll=next(nll))
+
+  monkeypatch.setattr(audit_lib.measure, 'audit', audited)
+  found, _, chosen = audit_lib._audit(x, label, Settings(**SETTINGS), 10)
+  assert chosen == 3 and found.nll == 0.8995  # two rounds have gained less than 0.002 nats
+
+
 def test_wrong_labels_are_one_sentence():
   x, _, label = problem(60)
   for wrong, message in (
@@ -97,6 +127,8 @@ def test_wrong_labels_are_one_sentence():
   ):
     with pytest.raises(ValueError, match=message):
       audit_lib.audit(x, wrong, Settings(**SETTINGS))
+  with pytest.raises(ValueError, match='--rounds=0 must be at least 1'):
+    audit_lib.audit(x, label, Settings(**SETTINGS), rounds=0)
   with pytest.raises(ValueError, match=r'y has shape \(60,\); it must be \[50\]'):
     noise_test.noise_test(x[:50], label, progress=False)
 
