@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from het_plugin.evaluation import fewshot as fewshot_data
 from het_plugin.evaluation import zeroshot_datasets
-from het_plugin.evaluation.names import check_names
+from het_plugin.evaluation.names import check_names, naming
 from het_plugin.measures import fewshot
 from het_plugin.runs.run import Run
 from het_plugin.training import run_files
@@ -136,10 +136,8 @@ class FewShotAction(PeriodicAction):
       batch = {'image': jnp.zeros(shapes['image'])}
       return context.model.representations(params, batch, (self.layer,))
 
-    try:
+    with naming(f'FewShotAction.layer={self.layer!r}'):
       jax.eval_shape(represent)  # compiles nothing
-    except ValueError as error:
-      raise ValueError(f'FewShotAction.layer={self.layer!r}: {error}') from error
 
   def check(self, run: Run, dataset: fewshot_data.FewShotDataset) -> None:
     fewshot_data.check(run, dataset, self.batch_size)

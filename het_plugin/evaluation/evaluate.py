@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from het_plugin import data, reporting, runs, weights
 from het_plugin import rows as rows_lib
 from het_plugin.evaluation import class_covariance, uncertainty_report
-from het_plugin.evaluation.names import short_names
+from het_plugin.evaluation.names import naming, short_names
 from het_plugin.evaluation.uncertainty_report import Evaluation
 from het_plugin.measures import agreement, uncertainty
 from het_plugin.rows import Rows
@@ -79,7 +79,7 @@ def evaluate(settings: Settings, gin_settings: GinSettings = ((), (), ('.',))) -
   opened: list[Configuration | Evaluation] = []
   for name, (flag, source) in zip(names, flags, strict=True):
     if flag == '--predictions' or weights.is_weights_file(source):
-      with _named(flag, source):  # scored at once: one file is in memory at a time
+      with naming(f'{flag}={source}'):  # scored at once: one file is in memory at a time
         rows = rows_lib.read(source, 'log_prob').chosen(settings.max_examples)
         opened.append(evaluate_rows(name, source, rows))
     else:
@@ -102,7 +102,7 @@ def fitted(settings: Settings, configs: Sequence[Configuration]) -> Settings:
     eval_cfg = config.argument('train_eval_dataset_cfg')
     split = settings.split or getattr(eval_cfg, 'split', 'validation')
     info = data.classification_info(task)
-    with _named('--dataset', task):
+    with naming(f'--dataset={task}'):
       config.argument('model').validate(info)
     class_names.check(f'--dataset={task}', info.class_names, config.class_names)
     chosen.append((task, split))
@@ -223,18 +223,9 @@ def _score(
   return uncertainty.concatenate(scores), joined and agreement.summarize(joined)
 
 
-@contextlib.contextmanager
-def _named(flag: str, value: Any) -> Iterator[None]:
-  """Puts the flag before the message of a ValueError."""
-  try:
-    yield
-  except ValueError as error:
-    raise ValueError(f'{flag}={value}: {error}') from error
-
-
 def _open(stack, prefix, task, split, run, settings, **changes) -> tuple[data.BatchIterator, int]:
   """The result of `open_split` with images of the model's size; open until the stack is closed."""
-  with _named(f'--{prefix}dataset', task):
+  with naming(f'--{prefix}dataset={task}'):
     info = data.classification_info(task)
     # Checks the channels without reading an image.
     image = jax.ShapeDtypeStruct((1, run.image_size, run.image_size, info.channels), jnp.float32)
@@ -278,6 +269,6 @@ def _covariance(run: runs.Run, task: str, settings: Settings) -> dict[str, Any]:
         look_alikes(settings.split, run.image_size),
       )
   if index:
-    with _named('--covariance_index', ','.join(map(str, index))):
+    with naming(f'--covariance_index={",".join(map(str, index))}'):
       result['looks'] = look_at(index=index)
   return result

@@ -11,7 +11,7 @@ import numpy as np
 
 from het_plugin import data, reporting
 from het_plugin import rows as rows_lib
-from het_plugin.evaluation.names import check_names, choose_names, named_task
+from het_plugin.evaluation.names import check_names, choose_names, named_task, naming
 from het_plugin.measures import comparison, fewshot
 from het_plugin.runs.run import Run, default_split
 
@@ -70,10 +70,8 @@ def choose(
   chosen = []
   for text in texts:
     name, task = named_task(text)
-    try:
+    with naming(f'--datasets={text}'):
       data.classification_info(task)
-    except ValueError as error:
-      raise ValueError(f'--datasets={text}: {error}') from error
     chosen.append(FewShotDataset(name, task, *(splits or ('train', default_split(task)))))
   check_names(chosen, '--datasets')
   return chosen

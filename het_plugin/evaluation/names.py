@@ -1,7 +1,8 @@
-"""Names of runs, checkpoints, files and data sets, for tables and plots."""
+"""Names of runs, checkpoints, files and data sets, for tables, plots and errors."""
 
+import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ def check_names(datasets: Iterable[Any], setting: str) -> None:
   names = [dataset.name for dataset in datasets]
   if not names or len(set(names)) != len(names):
     raise ValueError(f'{setting} must be data sets of distinct names; they are {names}.')
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+  """Puts `what`, such as a flag with its value, before the message of a ValueError."""
+  try:
+    yield
+  except ValueError as error:
+    raise ValueError(f'{what}: {error}') from error
 
 
 def _parts(source: str) -> list[str]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from het_plugin import reporting
 from het_plugin.evaluation import class_covariance
+from het_plugin.evaluation.names import naming
 from het_plugin.measures import uncertainty
 
 _NEIGHBOURS = 12  # classes listed beside a correlation matrix
@@ -72,10 +73,8 @@ class Evaluation:
       'reliability': dataclasses.asdict(self.scores.reliability()),
     }
     if self is not first:
-      try:
+      with naming(f'{self.name} against {first.name}'):
         row['difference'] = uncertainty.difference(self.scores, first.scores)
-      except ValueError as error:
-        raise ValueError(f'{self.name} against {first.name}: {error}') from error
     if self.unknown is not None:
       row['ood'] = uncertainty.detection(self.unknown, self.scores.uncertainty)
       row['num_ood_examples'] = len(self.unknown.entropy)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from het_plugin import reporting, runs
 from het_plugin.evaluation import zeroshot
-from het_plugin.evaluation.names import check_names, choose_names, named_task, short_names
+from het_plugin.evaluation.names import check_names, choose_names, named_task, naming, short_names
 from het_plugin.evaluation.zeroshot_datasets import (
   DEFAULT_DATASETS,
   ZeroShotDataset,
@@ -106,12 +106,10 @@ def evaluate(
   for source in sources:
     config = runs.configuration(source.checkpoint, *gin_settings, published=PUBLISHED_PAIRS)
     model = config.argument('model')
-    try:
+    with naming(f'--checkpoint={source.checkpoint}'):
       check_model(model, num_samples)
       tokenizer = run_tokenizer(config.argument('train_dataset_cfg'))
       model.validate(tokenizer)  # reads its vocabulary
-    except ValueError as error:
-      raise ValueError(f'--checkpoint={source.checkpoint}: {error}') from error
     chosen = choose_datasets(datasets, config.bindings('ZeroShotAction').get('datasets'), changes)
     check_changes(chosen, changes)
     opened.append((source, config, tokenizer, chosen))

@@ -22,6 +22,7 @@ import numpy as np
 import gin
 from het_plugin import data, reporting
 from het_plugin.data import splits
+from het_plugin.evaluation.names import naming
 from het_plugin.experiments import analyses, trainings
 from het_plugin.experiments.study import Request, check_labels, check_settings
 from het_plugin.measures import comparison
@@ -180,10 +181,9 @@ class Ablation:
       task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
       names = ['report_split'] + ['choose_split'] * (len(self.candidates(label)) > 1)
       for name in names:
-        try:
-          splits.resolve(getattr(self, name), data.task_info(task).splits, task)
-        except ValueError as error:
-          raise ValueError(f'Ablation.{name}={getattr(self, name)!r}: {error}') from error
+        split = getattr(self, name)
+        with naming(f'Ablation.{name}={split!r}'):
+          splits.resolve(split, data.task_info(task).splits, task)
 
 
 def _folder_name(text: str) -> str:

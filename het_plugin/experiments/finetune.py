@@ -31,6 +31,7 @@ from het_plugin.config.flag_values import parse_sweep
 from het_plugin.data import splits
 from het_plugin.evaluation import evaluate, represent, select
 from het_plugin.evaluation.candidates import candidate_names, number_to_keep
+from het_plugin.evaluation.names import naming
 from het_plugin.experiments import trainings
 from het_plugin.measures import knn, votes
 from het_plugin.measures.ranking import best_first
@@ -178,10 +179,8 @@ def _check_splits(dataset: str, **chosen: str) -> None:
   """Raises ValueError if the task has no such splits, which are read after all trainings."""
   sizes = data.classification_info(dataset).splits
   for flag, split in chosen.items():
-    try:
+    with naming(f'--{flag}={split}'):
       splits.resolve(split, sizes, dataset)
-    except ValueError as error:
-      raise ValueError(f'--{flag}={split}: {error}') from error
 
 
 def _training(gin_settings: GinSettings, source: str) -> trainings.Training:
