@@ -89,10 +89,8 @@ def parse_config(
     raise
   except ValueError as error:
     what, _, where = str(error).partition('\n')
-    if gone := _removed(what):
-      raise ValueError(f'{gone}\n{where}') from error
-    if similar := _similar(what):
-      raise ValueError(f'{what.rstrip(".")}: did you mean {similar}?\n{where}') from error
+    if explained := _explained(what):
+      raise ValueError(f'{explained}\n{where}') from error
     raise
   checks.check(gin.config_str())
   gin.finalize()
@@ -122,22 +120,19 @@ def _instead_of(file: str) -> str:
   return f': choose from {", ".join(names)}' if names else ''
 
 
-def _removed(message: str) -> str | None:
-  """What to do, where gin does not know a parameter because it is gone."""
-  match = re.match(r"Configurable '(.+)' doesn't have a parameter named '(.+)'", message)
-  setting = f'{match[1].rpartition(".")[2]}.{match[2]}' if match else None
-  return f'{setting}: {what}' if (what := registry.removed().get(setting)) else None
-
-
-def _similar(message: str) -> str | None:
-  """The name that was probably meant, where gin does not know one."""
+def _explained(message: str) -> str | None:
+  """What to do where gin does not know a parameter or a name: it is gone, or was misspelt."""
   if match := re.match(r"Configurable '(.+)' doesn't have a parameter named '(.+)'", message):
+    setting = f'{match[1].rpartition(".")[2]}.{match[2]}'
+    if what := registry.removed().get(setting):
+      return f'{setting}: {what}'
     known = checks.parameters(match[1])
   elif match := re.match(r"(No configurable matching) .*?(\w+)(\(\))?'", message):
     known = {name for _, name in registry.registered}
   else:
     return None
-  return next(iter(difflib.get_close_matches(match[2], known, 1)), None)
+  similar = difflib.get_close_matches(match[2], known, 1)
+  return f'{message.rstrip(".")}: did you mean {similar[0]}?' if similar else None
 
 
 def _reason(binding: str, error: SyntaxError | tokenize.TokenError) -> str:
