@@ -70,13 +70,9 @@ def taken(file: IO[str]) -> bool | None:
 
 def _lock(file, model_dir: epath.Path, patience: float) -> None:
   deadline, waiting = time.monotonic() + patience, False
-  while True:
-    has_lock = taken(file)
-    if has_lock:
-      break
+  while not (has_lock := taken(file)):
     if has_lock is None:
-      _wait_for_silence(model_dir, patience)
-      return
+      return _wait_for_silence(model_dir, patience)
     holder = 'process {pid} on {host}, since {since}'.format(
       **({'pid': '?', 'host': '?', 'since': '?'} | (run_files.read_json(model_dir / NAME) or {}))
     )

@@ -77,14 +77,12 @@ class SplitFiles:
         or self._differs(path, files.read_provenance(path), overwrite)
       )
       made_with = run_files.read_json(self.unfinished / 'settings.json')
-      shards = self.shards() if missing else []
-      if not shards or made_with is None or self._differs(self.unfinished, made_with, overwrite):
-        return json.dumps(Pending(missing))
-      last = shards[-1]
-      with files.reading(str(last)), np.load(last) as rows:
-        if {rows_lib.column(x) for x in missing} <= set(rows):
-          return json.dumps(Pending(missing, *map(int, last.stem.split('.'))))
-      return json.dumps(Pending(missing))
+      shards, found = self.shards() if missing else [], Pending(missing)
+      if shards and made_with and not self._differs(self.unfinished, made_with, overwrite):
+        with files.reading(str(shards[-1])), np.load(shards[-1]) as rows:
+          if {rows_lib.column(x) for x in missing} <= set(rows):
+            found = Pending(missing, *map(int, shards[-1].stem.split('.')))
+      return json.dumps(found)
 
     layers, *rest = json.loads(processes.in_the_first(look))
     return Pending(tuple(layers), *rest)
@@ -204,15 +202,14 @@ class SplitFiles:
         parts.append(rows_lib.of_batch(found))
       try:
         rows = rows_lib.ordered(parts)
+        if len(rows) != num_rows:
+          raise ValueError(
+            f'{self.unfinished} has {len(rows)} of {num_rows} rows: another program has changed '
+            'it. Start again'
+          )
       except ValueError:  # these rows can never become a file
         shutil.rmtree(self.unfinished)
         raise
-      if len(rows) != num_rows:
-        shutil.rmtree(self.unfinished)
-        raise ValueError(
-          f'{self.unfinished} has {len(rows)} of {num_rows} rows: another program has changed it. '
-          'Start again'
-        )
       about = {'layer': layer, 'num_examples': len(rows), 'dim': rows.features.shape[1]}
       about = {**provenance, **self.settings, **about}
       rows = dataclasses.replace(rows, class_names=class_names, provenance=about)
