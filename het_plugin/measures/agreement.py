@@ -126,10 +126,7 @@ def soft_label_nll(log_prob: np.ndarray, shares: np.ndarray) -> np.ndarray:
 
 def classwise_ece(log_prob: np.ndarray, label: np.ndarray) -> float:
   """Class-wise expected calibration error, from log_prob [N, K] and label int [N]."""
-  bins = np.zeros((3, log_prob.shape[1], uncertainty.NUM_BINS))
-  for rows, log_p in uncertainty.blocks(log_prob):
-    bins += _class_bins(np.exp(log_p), label[rows])
-  return _classwise_ece(bins)
+  return _classwise_ece(score_examples(log_prob, label[:, None]).bins)
 
 
 def _class_bins(p: np.ndarray, label: np.ndarray) -> np.ndarray:
