@@ -126,9 +126,8 @@ def evaluate_rows(name: str, source: str, rows: Rows) -> Evaluation:
 
 
 def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
-  """Evaluates a run on the split and the out-of-distribution split, and its covariance."""
-  task = settings.dataset or run.task
-  info = data.classification_info(task)
+  """Evaluates a run on the two splits of `fitted` settings, and its covariance."""
+  info = data.classification_info(settings.dataset)
 
   def predict(title, stream, *others):
     batches, total = stream
@@ -153,11 +152,10 @@ def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
       yield part
 
   with contextlib.ExitStack() as stack:
-    known = _open(stack, '', task, settings.split, run, settings)
+    known = _open(stack, '', run, settings)
     if settings.ood_dataset:
-      ood = settings.ood_dataset, settings.ood_split
-      unknown = _open(stack, 'ood_', *ood, run, settings)
-    covariance = _covariance(run, task, settings)
+      unknown = _open(stack, 'ood_', run, settings)
+    covariance = _covariance(run, settings)
     others = ('location_top',) if knows_truth else ()
     scores, people = _score(keeping(predict(name, known, *others)), info.num_classes)
     if settings.ood_dataset:
@@ -173,7 +171,7 @@ def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
       'mesh': f'{run.partitioner.data_shards}x{run.partitioner.model_shards}',
       'step': run.step,
       'num_samples': run.model.eval_integrator.num_samples if sampled else None,
-      'dataset': task,
+      'dataset': settings.dataset,
       'split': settings.split,
       'ood_dataset': settings.ood_dataset,
       'ood_split': settings.ood_split,
@@ -187,9 +185,9 @@ def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
     **covariance,
   )
   if settings.save_to and jax.process_index() == 0:
-    provenance = {'checkpoint': run.checkpoint, 'task': task, 'split': settings.split}
+    about = {'checkpoint': run.checkpoint, 'task': settings.dataset, 'split': settings.split}
     whole = rows_lib.concatenate(kept)
-    whole = dataclasses.replace(whole, class_names=info.class_names, provenance=provenance)
+    whole = dataclasses.replace(whole, class_names=info.class_names, provenance=about)
     rows_lib.write(settings.save_to / f'{evaluation.file_name}.npz', whole)
   return evaluation
 
@@ -223,8 +221,9 @@ def _score(
   return uncertainty.concatenate(scores), joined and agreement.summarize(joined)
 
 
-def _open(stack, prefix, task, split, run, settings, **changes) -> tuple[data.BatchIterator, int]:
-  """The result of `open_split` with images of the model's size; open until the stack is closed."""
+def _open(stack, prefix, run, settings, **changes) -> tuple[data.BatchIterator, int]:
+  """`open_split` of the settings with this prefix, '' or 'ood_', until the stack is closed."""
+  task, split = (getattr(settings, f'{prefix}{name}') for name in ('dataset', 'split'))
   with naming(f'--{prefix}dataset={task}'):
     info = data.classification_info(task)
     # Checks the channels without reading an image.
@@ -240,10 +239,10 @@ def _open(stack, prefix, task, split, run, settings, **changes) -> tuple[data.Ba
     return stack.enter_context(opened)
 
 
-def _covariance(run: runs.Run, task: str, settings: Settings) -> dict[str, Any]:
+def _covariance(run: runs.Run, settings: Settings) -> dict[str, Any]:
   """The covariance fields of an `Evaluation`."""
   index, images = settings.covariance_index, settings.covariance_images
-  look_alikes = data.classification_info(task).look_alikes
+  look_alikes = data.classification_info(settings.dataset).look_alikes
   counted = settings.homoglyph_examples if look_alikes else 0
   if not (index or images or counted):
     return {}
@@ -254,7 +253,7 @@ def _covariance(run: runs.Run, task: str, settings: Settings) -> dict[str, Any]:
   def look_at(**which):
     with contextlib.ExitStack() as stack:
       few = {'whole': True, 'batch_size': batch_size}
-      batches, total = _open(stack, '', task, settings.split, run, settings, **few)
+      batches, total = _open(stack, '', run, settings, **few)
       batches = itertools.islice(batches, -(-total // batch_size))
       return class_covariance.look(run, batches, batch_size, **which)
 

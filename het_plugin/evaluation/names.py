@@ -8,7 +8,6 @@ from typing import Any
 
 from het_plugin.rows import files
 
-_SUFFIXES = ('.npz', '.safetensors', '.npy')
 _CHECKPOINT = 'checkpoint_'
 
 
@@ -26,7 +25,7 @@ def short_names(sources: Sequence[str]) -> list[str]:
     while len(paths) > 1 and min(map(len, paths)) > 1 and len({path[end] for path in paths}) == 1:
       paths = [path[rest] for path in paths]
   names = ['/'.join(path) for path in paths]
-  for suffix in _SUFFIXES:
+  for suffix in files.SUFFIXES:
     names = [name.removesuffix(suffix) for name in names]
   return names if len(set(names)) == len(names) else list(sources)
 

@@ -68,16 +68,11 @@ def _program(run: Run, model: Any, entropies: bool) -> programs.Program:
     return model.served(params, image, entropies=entropies)
 
   params = jax.tree.map(np.asarray, run.params)
-  about = run.config.describe() | {'step': run.step, 'tau': _tau(run, params, shape)}
+  any_image = {'image': np.zeros((1, side, side, channels), np.float32)}
+  tau = float(run.model.logits(params, any_image).temperature)
+  about = run.config.describe() | {'step': run.step, 'tau': tau}
   if is_features:
     for name in ('image_size', 'image_range'):
       del about[name]
   name = 'features' if is_features else 'image'
   return programs.Program(function, params, name, shape, about)
-
-
-def _tau(run, params, shape):
-  """The temperature, which does not depend on the image."""
-  side = run.image_size
-  image = np.zeros((1, side, side, shape[-1]), np.float32)
-  return float(run.model.logits(params, {'image': image}).temperature)

@@ -109,11 +109,6 @@ def normalized(x: np.ndarray, what: str) -> np.ndarray:
   return x / length
 
 
-def label_mask(label: jax.Array, num_classes: int) -> jax.Array:
-  """bool [B, K]: whether class k is among label [B, L], padded with -1."""
-  return (label[:, :, None] == jnp.arange(num_classes)).any(axis=1)
-
-
 def majority_mask(
   label: jax.Array, num_classes: int, label_weight: jax.Array | None = None
 ) -> jax.Array:

@@ -16,8 +16,6 @@ from het_plugin.rows import of_batch, ordered
 from het_plugin.runs.per_example import Columns, PerExample
 from het_plugin.runs.run import Run
 
-PyTree = Any
-
 
 @dataclasses.dataclass(frozen=True)
 class ZeroShotDataset:
@@ -156,7 +154,7 @@ class ZeroShotEvaluator:
         scores = zeroshot.similarity(model.image_embeddings(params, batch), classes)
       label, num_classes = batch['label'], classes.shape[0]
       if multi_label:
-        right = zeroshot.label_mask(label, num_classes)
+        right = (label[:, :, None] == jnp.arange(num_classes)).any(axis=1)  # [B, K]
       else:  # several labels are votes or shares of them
         right = zeroshot.majority_mask(label, num_classes, batch.get('label_weight'))
       return {'rank': zeroshot.best_ranks(scores, right), 'labelled': (label >= 0).any(axis=1)}
