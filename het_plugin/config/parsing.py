@@ -66,15 +66,14 @@ def parse_config(
       raise ValueError(f'gin_file={file!r} does not exist{searched}{_instead_of(file)}')
   try:
     for file in [_BUILTIN, *gin_files]:
+      what = f'gin_file={file!r}, or a file that it includes,'
       try:
         gin.parse_config_file(file)
       except RecursionError as error:
         raise ValueError(f'gin_file={file!r} includes itself') from error
       except UnicodeDecodeError as error:
-        what = f'gin_file={file!r}, or a file that it includes,'
         raise ValueError(f'{what} is not valid UTF-8: {error}') from error
       except tokenize.TokenError as error:  # a bracket or quote without its end is no SyntaxError
-        what = f'gin_file={file!r}, or a file that it includes,'
         raise ValueError(f'{what} is not valid gin: {error.args[0]}') from error
     for binding in bindings:
       try:

@@ -45,16 +45,15 @@ class Settings:
       raise ValueError('--checkpoint or --predictions is needed')
     if (self.ood_dataset is None) != (self.ood_split is None):
       raise ValueError('--ood_dataset and --ood_split belong together: set both')
-    if self.ood_dataset and all(map(weights.is_weights_file, self.checkpoint)):
-      raise ValueError('--ood_dataset needs a --checkpoint to make its predictions with')
-    of_run = ('dataset', self.dataset), ('split', self.split), ('save_predictions', self.save_to)
-    given = [
-      name for name, value in (*of_run, ('covariance_index', self.covariance_index)) if value
-    ]
-    if given and all(map(weights.is_weights_file, self.checkpoint)):
-      raise ValueError(
-        f'--{given[0]} needs a --checkpoint: it has no effect on files of predictions'
-      )
+    if all(map(weights.is_weights_file, self.checkpoint)):  # which are predictions
+      if self.ood_dataset:
+        raise ValueError('--ood_dataset needs a --checkpoint to make its predictions with')
+      of_run = {'dataset': self.dataset, 'split': self.split, 'save_predictions': self.save_to}
+      of_run |= {'covariance_index': self.covariance_index}
+      if given := [name for name, value in of_run.items() if value]:
+        raise ValueError(
+          f'--{given[0]} needs a --checkpoint: it has no effect on files of predictions'
+        )
 
 
 def evaluate(settings: Settings, gin_settings: GinSettings = ((), (), ('.',))) -> list[Evaluation]:

@@ -262,8 +262,8 @@ def configuration(
       foreign.check(frame.read_text(), str(frame))
     parsing.parse_config([str(frame), *gin_files], bindings, search_paths)
     uses.check_typed(typed, [uses.of(gin.config_str(), called=_READ)])
-    _fit_mesh(bindings)
     with gin.unlock_config():
+      _fit_mesh(bindings)
       gin.parse_config([f'train.{name} = None' for name in ('actions', 'checkpoint_cfg')])
       gin.parse_config(f'TOTAL_STEPS = {_ANY_STEPS}')
     bound = gin.get_bindings(train.train, resolve_references=False)
@@ -315,10 +315,9 @@ def _fit_mesh(bindings: Sequence[str]) -> None:
   num_devices, num_replicas = jax.device_count(), _bound_size(_REPLICAS)
   if (model := _bound_size(_SUBMESH)) > 1 and _SUBMESH not in typed:
     if _PARTITIONS in typed or num_devices % (num_replicas * model):  # num_partitions replaces it
-      with gin.unlock_config():
-        gin.bind_parameter(_SUBMESH, None)
-        if _PARTITIONS not in typed:
-          gin.bind_parameter(_PARTITIONS, model)
+      gin.bind_parameter(_SUBMESH, None)
+      if _PARTITIONS not in typed:
+        gin.bind_parameter(_PARTITIONS, model)
   bound = {_REPLICAS: num_replicas, _PARTITIONS: _bound_size(_PARTITIONS)}
   sizes = dict(bound)
   slices = len({getattr(device, 'slice_index', 0) for device in jax.devices()})
@@ -330,8 +329,7 @@ def _fit_mesh(bindings: Sequence[str]) -> None:
     if here != bound[name]:
       _log.info('%s = %d for the devices here (%d); the run has %d', name, here,
                 num_devices, bound[name])  # fmt: skip
-      with gin.unlock_config():
-        gin.bind_parameter(name, here)
+      gin.bind_parameter(name, here)
 
 
 def _bound_size(name: str) -> int:
