@@ -10,9 +10,9 @@ from typing import Any
 
 from gin import config as gin_config
 
-# All that `gin.clear_config` and parsing change. What is registered stays registered.
-_STORES = ('_CONFIG', '_IMPORTS', '_SINGLETONS', '_OPERATIVE_CONFIG')
-_LISTS = ('_LOCATION_PREFIXES',)  # the search paths of files
+# All that `gin.clear_config` and parsing change; the last one is the search paths of files. What is
+# registered stays registered.
+_STORES = ('_CONFIG', '_IMPORTS', '_SINGLETONS', '_OPERATIVE_CONFIG', '_LOCATION_PREFIXES')
 
 State = dict[str, Any]
 
@@ -20,7 +20,6 @@ State = dict[str, Any]
 def capture() -> State:
   """The current configuration. Bindings may change afterwards without changing the result."""
   state: State = {name: _copied(getattr(gin_config, name)) for name in _STORES}
-  state |= {name: list(getattr(gin_config, name)) for name in _LISTS}
   return state | {'locked': gin_config.config_is_locked()}
 
 
@@ -29,9 +28,8 @@ def put_back(state: State) -> None:
   for name in _STORES:
     store = getattr(gin_config, name)
     store.clear()
-    store.update(_copied(state[name]))
-  for name in _LISTS:
-    getattr(gin_config, name)[:] = state[name]
+    fill = store.extend if isinstance(store, list) else store.update
+    fill(_copied(state[name]))
   gin_config._set_config_is_locked(state['locked'])
 
 
@@ -49,4 +47,4 @@ def _copied(store: Any) -> Any:
   """A copy in which the bindings of each configurable are copied too."""
   if isinstance(store, dict):
     return {key: dict(x) if isinstance(x, dict) else x for key, x in store.items()}
-  return set(store)
+  return type(store)(store)
