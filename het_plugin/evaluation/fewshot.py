@@ -346,7 +346,7 @@ def averages(rows: Sequence[Row]) -> list[dict[str, Any]]:
   averaged = []
   for shots in sorted({shots for shots, _ in methods}):
     of_shots = {m: cells for (n, m), cells in methods.items() if n == shots}
-    common = set.intersection(*map(set, of_shots.values()))
+    common = sorted(set.intersection(*map(set, of_shots.values())))  # the order rounds the sums
     for method, cells in of_shots.items() if len(common) > 1 else ():
       means, errors = ([cells[key][name] for key in common] for name in ('mean', 'stderr'))
       stderr = None if None in errors else float(np.linalg.norm(errors) / len(errors))
