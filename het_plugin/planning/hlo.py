@@ -66,7 +66,7 @@ def _moved(computations, entry) -> Iterator[tuple[str, int, float, bool]]:
           continue
         started.add((kind, channel[1]))
       if kind == 'reduce-scatter':
-        size = _operand_bytes(line, computations[name])
+        size = _operand_bytes(line[found.end() :], computations[name])
       else:
         size = _result_bytes(shape, bool(start), kind)
       if kind == 'all-reduce' and name.startswith('all-reduce-scatter'):
@@ -108,11 +108,10 @@ def _trips(computations, line):
   return int(constants[0]) if len(constants) == 1 and 'direction=LT' in condition else 1
 
 
-def _operand_bytes(line: str, computation: str) -> float:
-  """Bytes of the operands of a line's instruction, from the lines that compute them."""
-  operands = line.partition('reduce-scatter')[2].partition('(')[2].partition(')')[0]
+def _operand_bytes(operands: str, computation: str) -> float:
+  """Bytes of the operands up to the next parenthesis, from the lines that compute them."""
   total = 0.0
-  for name in re.findall(r'%([\w.-]+)', operands):
+  for name in re.findall(r'%([\w.-]+)', operands.partition(')')[0]):
     found = re.search(rf'%{re.escape(name)} = (.*?) [\w-]+\(', computation)
     total += _result_bytes(found[1], False, '') if found else 0.0
   return total

@@ -43,6 +43,15 @@ def test_a_reduce_scatter_passes_what_it_reduces():
 
   got = {c.kind: c for c in hlo.collectives(compiled(function, P(None, 'model')))}
   assert (got['reduce-scatter'].count, got['reduce-scatter'].bytes) == (1, 8 * 4 * 4)
+  # libtpu names the instruction like the operation, and its layouts have parentheses.
+  text = """HloModule m
+
+ENTRY %main (p: f32[2048,8]) -> f32[256,8] {
+  %p = f32[2048,8]{1,0:T(8,128)} parameter(0)
+  ROOT %reduce-scatter.2 = f32[256,8]{1,0:T(8,128)S(1)} reduce-scatter(%p), dimensions={0}
+}
+"""
+  assert hlo.collectives(text) == [hlo.Collective('reduce-scatter', 1, 2048 * 8 * 4, 0)]
 
 
 def test_loops_count_as_often_as_they_run():

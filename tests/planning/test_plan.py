@@ -293,8 +293,11 @@ def test_without_libtpu_it_says_how_to_get_it(monkeypatch):
 @pytest.mark.slow
 def test_plans_for_tpu_slices():
   pytest.importorskip('libtpu', reason="libtpu, the extra 'plan', is not installed")
-  plan = worker.compile_in_process(request(topology='v5e:2x2', num_slices=2, mesh=None))
+  files = [*RUN, 'het_plugin/gin/partitioning/model_2.gin']
+  asked = request(gin_files=files, topology='v5e:2x2', num_slices=2, mesh=None)
+  plan = worker.compile_in_process(asked)
   assert plan['mesh'] == {'replica': 2, 'data': 2, 'model': 2}
+  assert all(c['bytes'] for c in plan['collectives'])
   assert plan['device_kind'] == 'TPU v5 lite' and plan['fits']
   assert plan['hbm_bytes_per_device'] == int(15.75 * 2**30)
   cpu = worker.compile_in_process(request(mesh=[2, 2, 2]))
