@@ -163,6 +163,8 @@ def main():
   args = parser.parse_args()
   cases = [(x, s) for x in args.losses for s in (args.samples if x == 'het_xl' else [0])]
   partitioner = PjitPartitioner(args.model_shards)
+  if args.batch % partitioner.data_shards:
+    parser.error(f'--batch={args.batch} must be a multiple of {partitioner.data_shards} shards')
   rows = collect(args.json, len(cases), (compare(args, partitioner, *case) for case in cases))
   for row in rows:
     print(

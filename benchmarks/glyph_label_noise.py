@@ -47,6 +47,8 @@ def main():
   )
   args = parser.parse_args()
   source = NoisyGlyphSource(args.class_set)
+  if args.split not in source.info.splits:
+    parser.error(f'--class_set={args.class_set} has no split {args.split}: choose validation')
   ids = np.arange(source.info.splits[args.split])
   _, labels = source.read(
     args.split, ids, 8, seed=0

@@ -452,8 +452,9 @@ def draw_prediction(rows, path):
 
 def main():
   parser = make_parser(__doc__)
-  parser.add_argument('--truth', default='het_xl', choices=['het', 'het_h', 'het_xl'])
-  parser.add_argument('--heads', type=names(CLASSIFIERS), default='het,het_h,het_xl'.split(','))
+  heads = [head for head in CLASSIFIERS if head != 'det']  # which has a row in any case
+  parser.add_argument('--truth', default='het_xl', choices=heads)
+  parser.add_argument('--heads', type=names(heads), default=heads, help=','.join(heads))
   parser.add_argument('--seed', type=integers, default=[0], help='one or several')
   parser.add_argument('--full', action='store_true', help='the whole grid')
   parser.add_argument(

@@ -139,6 +139,8 @@ def main():
           )
       write_json(args.json, rows)
   rows = [row for row in rows if row['folds'] == args.folds]
+  if not rows:
+    parser.error(f'--only={args.only} and --max_size={args.max_size:g} leave no problem')
   groups = {source: [row for row in rows if row['source'] == source] for source in SOURCES}
   groups |= {head: [row for row in rows if row['head'] == head] for head in (*HEADS, HIDDEN)}
   sums = {'all': summary(rows), **{name: summary(x) for name, x in groups.items() if x}}

@@ -279,6 +279,21 @@ def test_points_that_are_no_problem(call_main, capsys):
     assert '--plot draws the rows of --json=None, which has none' in capsys.readouterr().err
 
 
+def test_settings_that_do_not_fit_together(call_main, capsys):
+  for command, words in (
+    ('known_truth.py --heads=det', "['det'] unknown: choose from het, het_h, het_xl"),
+    ('noise_test.py --only=none', '--only=none and --max_size=300000 leave no problem'),
+    (
+      'glyph_label_noise.py --class_set=latin --split=shift',
+      '--class_set=latin has no split shift: choose validation',
+    ),
+    ('contrastive_loss.py --batch=30', '--batch=30 must be a multiple of 8'),
+  ):
+    with pytest.raises(SystemExit):
+      call_main(*command.split())
+    assert words in capsys.readouterr().err
+
+
 def test_noisy_labels_without_data(call_main, capsys, monkeypatch, tmp_path):
   with pytest.raises(SystemExit):
     call_main('noisy_labels.py', f'--data={tmp_path}', '--features', 'a.npz', 'b.npz')
