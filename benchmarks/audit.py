@@ -2,21 +2,27 @@
 
     pip install cleanlab && python benchmarks/audit.py [--json OUT]
     python benchmarks/audit.py --data digits,linear --kinds next,uniform,pairs,rate --shares 0.1,0.3
+    python benchmarks/audit.py --data worse,annotator,aggre --rows 6000 --people cifar10_human.npz \
+      --features cifar.npz
 
 A share of the labels is moved: `next`, to the next class; `uniform`, to any; `pairs`, within pairs
 of classes; `rate`, to the next class at a rate that depends on x. `digits` are those of
 scikit-learn, `linear` is the argmax of a linear map of 24 normal features plus 0.3 Gumbel, of ten
-classes. All methods score the same rows out of the same folds:
+classes. `worse`, `annotator` and `aggre` are labels that people gave to images of CIFAR-10
+(CIFAR-10N). Their file is --people, and --features that of imagenet_features.py, of which 64
+whitened principal components are taken. The seed takes the annotator and the rows. All methods
+score the same rows out of the same folds:
 
-    cleanlab              its label quality (self-confidence) by LogisticRegression
-    HEAD                  the probability that the label is wrong (measures/audit.py)
-    HEAD, p of the label  the location's probability of the label alone
+    cleanlab                its label quality (self-confidence) by LogisticRegression
+    cleanlab, fitted again  the same by a fit without the labels that cleanlab calls issues
+    HEAD                    the probability that the label is wrong (estimators/audit.py)
+    HEAD, one round         the same by fits to the labels only
 
 Rows: AUROC and average precision of the wrong labels, and the precision of as many rows as are
 wrong; means over seeds, with the standard error of the average precision. `share` is the estimated
-share of wrong labels. For cleanlab it is the number of label issues over the number of rows. All
-data take ten minutes of CPU time. A few seconds are enough for --data linear --kinds next
---shares 0.3 --seeds 2 --rows 300 --heads det.
+share of wrong labels. For cleanlab it is the number of label issues over the number of rows.
+Everything takes an hour of CPU time, and DET and cleanlab take five minutes of it. A few seconds
+are enough for --data linear --kinds next --shares 0.3 --seeds 2 --rows 300 --heads det.
 
     python benchmarks/audit.py --stream --rows 1000000
 
@@ -27,6 +33,7 @@ prints the CPU seconds and the peak memory of the process, without mapped files.
 
 import argparse
 import importlib.util
+import itertools
 import pathlib
 import tempfile
 import time
@@ -35,8 +42,8 @@ import warnings
 import numpy as np
 from command_line import make_parser, names, numbers, report
 from probe import memory_watched
-from sklearn.base import clone
 from sklearn.datasets import load_digits
+from sklearn.decomposition import PCA
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, roc_auc_score
@@ -46,10 +53,12 @@ from sklearn.preprocessing import StandardScaler
 from het_plugin import reporting
 from het_plugin.estimators import CLASSIFIERS, probe
 from het_plugin.estimators import audit as of_files
-from het_plugin.measures import audit
 
 FOLDS = 3
-SETTINGS = {'C': 1.0, 'C_noise': 0.1, 'num_factors': 4, 'max_iter': 200}
+C = 1.0
+SETTINGS = {'c': [C], 'c_noise': [0.1], 'num_factors': [4], 'max_iter': 200, 'progress': False}
+PEOPLE = ('aggre', 'worse', 'annotator')
+NUM_COMPONENTS = 64
 
 
 def digits(rng, num_rows):
@@ -87,13 +96,35 @@ def moved(rng, kind, share, x, truth):
 KINDS = ('next', 'uniform', 'pairs', 'rate')
 
 
-def out_of_fold(model, method, x, y):
-  """Probabilities [N, K] of each fold by a fit to the others."""
+def people(kind, features, labels, seed):
+  """Features [N, 1280] of images, people's labels and the truth [N], from the two files."""
+  with np.load(features) as file:
+    x, index = file['features'].astype(np.float32), file['index']
+  with np.load(labels) as file:
+    truth = file['label'][index].astype(int)
+    y = file['annotators' if kind == 'annotator' else kind][index].astype(int)
+  return x, y[:, seed % y.shape[1]] if kind == 'annotator' else y, truth
+
+
+def draw(data, kind, share, args, seed):
+  """Features, labels and truth of the rows of a seed."""
+  rng = np.random.default_rng(seed)
+  if data not in PEOPLE:
+    x, truth = DATA[data](rng, args.rows)
+    return x, moved(rng, kind, share, x, truth), truth
+  x, y, truth = people(data, args.features, args.people, seed)
+  rows = rng.permutation(len(y))[: args.rows]
+  pca = PCA(NUM_COMPONENTS, whiten=True, random_state=0)
+  return pca.fit_transform(x[rows]), y[rows], truth[rows]
+
+
+def regression_p(x, y, kept):
+  """Probabilities [N, K] of each fold by LogisticRegression of the kept rows of the others."""
   p = np.zeros((len(y), y.max() + 1))
   for fitted, held_out in StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(x, y):
-    with warnings.catch_warnings():
-      warnings.simplefilter('ignore', ConvergenceWarning)
-      p[held_out] = getattr(clone(model).fit(x[fitted], y[fitted]), method)(x[held_out])
+    fitted = fitted[kept[fitted]]
+    model = LogisticRegression(C=C, max_iter=1000).fit(x[fitted], y[fitted])
+    p[np.ix_(held_out, model.classes_)] = model.predict_proba(x[held_out])
   return p
 
 
@@ -104,47 +135,49 @@ def scores(args, x, y):
     from cleanlab.filter import find_label_issues
     from cleanlab.rank import get_label_quality_scores
 
-    p = out_of_fold(LogisticRegression(max_iter=1000), 'predict_proba', x, y)
+    p = regression_p(x, y, np.ones(len(y), bool))
     issues = find_label_issues(y, p, n_jobs=1)
     found['cleanlab'] = -get_label_quality_scores(y, p), issues.mean()
+    again = regression_p(x, y, ~issues)
+    found['cleanlab, fitted again'] = -get_label_quality_scores(y, again), issues.mean()
   for head in args.heads:
-    own = SETTINGS if head != 'det' else {'C': SETTINGS['C'], 'max_iter': SETTINGS['max_iter']}
-    p = out_of_fold(CLASSIFIERS[head](**own), 'predict_clean_proba', x, y)
-    result = audit.audit(p, y)
-    found[head] = result.wrong, result.share
-    found[f'{head}, p of the label'] = -result.probability, float('nan')
+    settings = probe.Settings([head], folds=FOLDS, **SETTINGS)
+    for name, rounds in ((f'{head}, one round', 1), (head, of_files.ROUNDS)):
+      with warnings.catch_warnings():
+        warnings.simplefilter('ignore', ConvergenceWarning)
+        result = of_files.audit(x, y, settings, rounds)
+      found[name] = result.wrong, result.share
   return found
 
 
 def measure(args):
   """A row for each data set, kind, share and method."""
-  rows = []
+  rows, cases = [], []
   for data in args.data:
-    for kind in args.kinds:
-      for share in args.shares:
-        by_method = {}
-        for seed in range(args.seeds):
-          rng = np.random.default_rng(seed)
-          x, truth = DATA[data](rng, args.rows)
-          y = moved(rng, kind, share, x, truth)
-          is_wrong = y != truth
-          for method, (score, estimate) in scores(args, x, y).items():
-            worst = np.argsort(-score, kind='stable')[: is_wrong.sum()]
-            values = (
-              roc_auc_score(is_wrong, score),
-              average_precision_score(is_wrong, score),
-              is_wrong[worst].mean(),
-              estimate,
-              is_wrong.mean(),
-            )
-            by_method.setdefault(method, []).append(values)
-        for method, values in by_method.items():
-          mean = np.mean(values, axis=0)
-          error = np.std(values, axis=0, ddof=1) / np.sqrt(args.seeds)
-          columns = ('auroc', 'average_precision', 'precision', 'share', 'true_share')
-          row = {'data': f'{data}, {kind}', 'method': method}
-          row |= dict(zip(columns, map(float, mean), strict=True))
-          rows.append(row | {'stderr_ap': float(error[1])})
+    moves = itertools.product(args.kinds, args.shares)
+    cases += [(data, None, None)] if data in PEOPLE else [(data, *move) for move in moves]
+  for data, kind, share in cases:
+    by_method = {}
+    for seed in range(args.seeds):
+      x, y, truth = draw(data, kind, share, args, seed)
+      is_wrong = y != truth
+      for method, (score, estimate) in scores(args, x, y).items():
+        worst = np.argsort(-score, kind='stable')[: is_wrong.sum()]
+        values = (
+          roc_auc_score(is_wrong, score),
+          average_precision_score(is_wrong, score),
+          is_wrong[worst].mean(),
+          estimate,
+          is_wrong.mean(),
+        )
+        by_method.setdefault(method, []).append(values)
+    for method, values in by_method.items():
+      mean = np.mean(values, axis=0)
+      error = np.std(values, axis=0, ddof=1) / np.sqrt(args.seeds)
+      columns = ('auroc', 'average_precision', 'precision', 'share', 'true_share')
+      row = {'data': data if kind is None else f'{data}, {kind}', 'method': method}
+      row |= dict(zip(columns, map(float, mean), strict=True))
+      rows.append(row | {'stderr_ap': float(error[1])})
   return rows
 
 
@@ -177,13 +210,16 @@ def stream(args):
 
 def main():
   parser = make_parser(__doc__)
-  parser.add_argument('--data', type=names(DATA), default=list(DATA), help=','.join(DATA))
+  of_data = (*DATA, *PEOPLE)
+  parser.add_argument('--data', type=names(of_data), default=list(DATA), help=','.join(of_data))
+  parser.add_argument('--people', help="file of people's labels")
+  parser.add_argument('--features', help='file of the features of their images')
   parser.add_argument('--kinds', type=names(KINDS), default=list(KINDS), help=','.join(KINDS))
   parser.add_argument('--shares', type=numbers, default=[0.3], help='shares of moved labels')
   parser.add_argument('--seeds', type=int, default=3, help='number of seeds, 2 or more')
   parser.add_argument('--rows', type=int, default=1500, help='rows N')
   parser.add_argument(
-    '--heads', type=names(CLASSIFIERS), default=['det', 'het', 'het_xl'], help=','.join(CLASSIFIERS)
+    '--heads', type=names(CLASSIFIERS), default=['det', 'het_xl'], help=','.join(CLASSIFIERS)
   )
   parser.add_argument(
     '--cleanlab', action=argparse.BooleanOptionalAction, default=True, help='also cleanlab'
@@ -194,6 +230,8 @@ def main():
     return stream(args)
   if args.seeds < 2:
     parser.error(f'--seeds={args.seeds} must be at least 2, for the errors')
+  if {*args.data} & {*PEOPLE} and not (args.people and args.features):
+    parser.error(f'--data={",".join(args.data)} needs --people and --features')
   if args.cleanlab and not importlib.util.find_spec('cleanlab'):
     parser.error('--cleanlab needs `pip install cleanlab`; --no-cleanlab leaves it out')
   report(args.json, measure(args))

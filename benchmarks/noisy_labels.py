@@ -28,6 +28,7 @@ move. imagenet_features.py makes the features, of which 64 whitened principal co
     forward_estimated   with confusions read off det's most certain row of each class (their eq. 12)
     forward_audit       with the confusions that our audit finds on the held-out rows by the
                         location of the chosen het_xl; forward_audit_det, by that of det
+    audited             det of the rows with the labels that our audit suggests (C = 1, 3 folds)
     cleanlab            its CleanLearning of LogisticRegression: prunes and fits again
     het, het_h, het_xl  the heads, R = 4, S = 16
 
@@ -55,7 +56,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from audit import moved
+from audit import NUM_COMPONENTS, PEOPLE, moved, people
 from command_line import integers, make_parser, names, print_table, read_json, write_json
 from scipy import optimize, special
 from sklearn.decomposition import PCA
@@ -63,7 +64,8 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from het_plugin.estimators import CLASSIFIERS
+from het_plugin.estimators import CLASSIFIERS, probe
+from het_plugin.estimators import audit as of_files
 from het_plugin.estimators.selection import NOISE_SHARE
 from het_plugin.measures import audit, uncertainty
 from het_plugin.reporting import style
@@ -80,9 +82,7 @@ Q = 0.7  # of gce
 SETTINGS = {'tol': 1e-3, 'max_iter': 150}
 NOISE = {'num_factors': 4, 'num_samples': 16}
 KINDS = ('next', 'rate', 'rate_any', 'uniform', 'pairs')
-PEOPLE = ('aggre', 'worse', 'annotator')
 FILES = {**dict.fromkeys(PEOPLE, 'cifar10_human.npz'), 'omniglot': 'omniglot28.npz'}
-NUM_COMPONENTS = 64
 POINT = ('kind', 'share', 'n', 'k', 'd', 'gumbel', 'hidden')
 COLUMNS = (
   *('nll', 'clean_accuracy', 'clean_accuracy_location', 'best_accuracy', 'auroc'),
@@ -178,27 +178,35 @@ def draw(problem, seed):
   truth = (x @ w + problem.gumbel * rng.gumbel(size=(num_rows, problem.k))).argmax(axis=1)
   seen = x[:, : problem.d]
   y = moved(rng, problem.kind, problem.share, seen, truth)
+  parts = _fitted_classes(np.split(np.arange(num_rows), sizes), seen, y, truth)
   p, draws = 0.0, BAYES_DRAWS if problem.hidden else 1
   for _ in range(draws):
     unseen = rng.normal(size=(NUM_TEST, problem.hidden))
     whole = np.concatenate([seen[-NUM_TEST:], unseen], axis=1)
     p = p + special.softmax(whole @ w / problem.gumbel, axis=1) / draws
-  parts = (tuple(np.split(a, sizes)) for a in (seen.astype(np.float32), y, truth))
   return Data(*parts, float(p.max(axis=1).mean()))
 
 
-def people(kind, args, seed):
+def _fitted_classes(parts, x, y, truth):
+  """x, y and truth of the parts' rows, without the classes that no label of the first part is."""
+  classes = np.unique(y[parts[0]])
+  known = np.isin(y, classes) & np.isin(truth, classes)
+  y, truth = np.searchsorted(classes, y), np.searchsorted(classes, truth)
+  parts = [rows[known[rows]] for rows in parts]
+  return (tuple(a[rows] for rows in parts) for a in (x.astype(np.float32), y, truth))
+
+
+def of_people(kind, args, seed):
   """Data of people's labels, or of Omniglot's characters with 30% of the labels moved."""
-  with np.load(args.features[kind == 'omniglot']) as file:
-    features, index = file['features'].astype(np.float32), file['index']
-  with np.load(args.data / FILES[kind]) as file:
-    truth = file['label'][index].astype(int)
-    y = truth if kind == 'omniglot' else file['annotators' if kind == 'annotator' else kind][index]
   rng = np.random.default_rng(seed)
-  if kind == 'annotator':
-    y = y[:, seed % y.shape[1]]
   if kind == 'omniglot':
+    with np.load(args.features[1]) as file:
+      features, index = file['features'].astype(np.float32), file['index']
+    with np.load(args.data / FILES[kind]) as file:
+      truth = file['label'][index].astype(int)
     y = moved(rng, 'uniform', 0.3, features, truth)
+  else:
+    features, y, truth = people(kind, args.features[0], args.data / FILES[kind], seed)
   order = rng.permutation(len(truth))
   sizes = np.cumsum(np.array([0.6, 0.15]) * len(order)).astype(int)
   first, *others = np.split(order, sizes)
@@ -349,6 +357,20 @@ def forward_audited(head):
   return fits
 
 
+def audited(data, starts):
+  del starts
+  settings = probe.Settings(['det'], folds=3, progress=False)
+  found = of_files.audit(data.x[0], data.y[0], settings)
+  y = np.where(found.kind == 'wrong', found.suggested, data.y[0])
+  fits = []
+  for c in CS:
+    estimator = CLASSIFIERS['det'](C=c, **SETTINGS).fit(data.x[0], y)
+    _, held_out, test = (estimator.predict_proba(x) for x in data.x)
+    log_held_out, log_test = (np.log(p @ found.confusions) for p in (held_out, test))
+    fits.append(Fit({'C': c}, estimator.gradient_, nll(log_held_out, data.y[1]), log_test, test))
+  return fits
+
+
 def cleanlab(data, starts):
   del starts
   from cleanlab.classification import CleanLearning
@@ -373,6 +395,7 @@ METHODS = {
   'forward_known': forward_known,
   'forward_estimated': forward_estimated,
   'cleanlab': cleanlab,
+  'audited': audited,
   **{head: heads(head) for head in ('het', 'het_h', 'het_xl')},
   'forward_audit': forward_audited('het_xl'),
   'forward_audit_det': forward_audited('det'),
@@ -579,7 +602,7 @@ def run(args, rows):
     left = [method for method in args.heads if method not in done]
     if not left:
       continue
-    data = draw(point, seed) if is_problem else people(point, args, seed)
+    data = draw(point, seed) if is_problem else of_people(point, args, seed)
     if not is_problem:
       key |= {'share': float((data.y[2] != data.truth[2]).mean()), 'n': len(data.x[0])}
       key |= {'k': data.num_classes, 'd': NUM_COMPONENTS, 'gumbel': None, 'hidden': None}

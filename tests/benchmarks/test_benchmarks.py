@@ -223,12 +223,28 @@ def test_paper_slice(run, monkeypatch):
 def test_audit(run):
   flags = ['--data=linear', '--kinds=next', '--shares=0.3', '--seeds=2', '--rows=300']
   rows, _ = run('audit.py', *flags, '--heads=det', '--no-cleanlab')
-  assert [row['method'] for row in rows] == ['det', 'det, p of the label']
+  assert [row['method'] for row in rows] == ['det, one round', 'det']
+  assert rows[1]['average_precision'] > rows[0]['average_precision'] + 0.02
   for row in rows:
     assert row['data'] == 'linear, next' and 0.25 < row['true_share'] < 0.35
     assert 0.5 < row['auroc'] < 1 and row['average_precision'] > row['true_share']
   rows, _ = run('audit.py', '--stream', '--rows=4000')
   assert [row['rows'] for row in rows] == [400, 4000] and rows[1]['peak_mib'] > 50
+
+
+def test_audit_of_peoples_labels(run, tmp_path):
+  rng = np.random.default_rng(0)
+  truth = rng.integers(4, size=400)
+  features = np.eye(4)[truth] @ rng.normal(size=(4, 80)) + 0.3 * rng.normal(size=(400, 80))
+  index = rng.permutation(400)
+  labels = np.where(rng.random(400) < 0.2, (truth + 1) % 4, truth)
+  np.savez(tmp_path / 'features.npz', features=features[index], index=index)
+  np.savez(tmp_path / 'people.npz', label=truth, worse=labels)
+  flags = [f'--{name}={tmp_path / name}.npz' for name in ('features', 'people')]
+  flags += ['--data=worse', '--seeds=2', '--rows=300', '--heads=det', '--no-cleanlab']
+  rows, _ = run('audit.py', *flags)
+  assert [row['data'] for row in rows] == ['worse'] * 2
+  assert all(0.15 < row['true_share'] < 0.25 and row['average_precision'] > 0.5 for row in rows)
 
 
 @pytest.mark.slow
@@ -238,7 +254,7 @@ def test_noisy_labels(run, monkeypatch):
     monkeypatch.setattr(script, name, values)
   flags = ['--problem=next,0.3,300,3,4,0.3,0', '--seeds=0', '--no-cleanlab']
   heads = ['det', 'smoothing', 'gce', 'forward_known', 'forward_estimated', 'het_xl']
-  heads += ['forward_audit']
+  heads += ['forward_audit', 'audited']
   rows, printed = run('noisy_labels.py', *flags, f'--heads={",".join(heads)}')
   assert [(row['seed'], row['head']) for row in rows] == [(0, x) for x in heads]
   for row in rows:
@@ -288,6 +304,7 @@ def test_settings_that_do_not_fit_together(call_main, capsys):
       '--class_set=latin has no split shift: choose validation',
     ),
     ('contrastive_loss.py --batch=30', '--batch=30 must be a multiple of 8'),
+    ('audit.py --data=worse', '--data=worse needs --people and --features'),
   ):
     with pytest.raises(SystemExit):
       call_main(*command.split())
