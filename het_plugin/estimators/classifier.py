@@ -252,6 +252,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     """
     X, y = self._opened(X, y)
     y, predicted = inputs.labels_of_rows(X, y), self._predict(X)
+    if self.target_ == 'indicator':
+      y = self._encoded(X, y).values  # numbers; pandas may have objects
     if self.target_ == 'indicator' or y.ndim == 1:
       return accuracy_score(y, predicted, sample_weight=sample_weight)
     shares = self._encoded(X, y).distribution()

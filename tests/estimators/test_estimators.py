@@ -109,6 +109,7 @@ def test_two_classes_and_several_labels_are_logistic_regression():
   for k in range(3):
     np.testing.assert_allclose(det.coef_[k], optimum(x, on[:, k], 0.5).coef_[0], atol=2e-3)
   np.testing.assert_array_equal(det.predict(x), det.predict_proba(x) > 0.5)
+  assert det.score(x, on.astype(object)) == det.score(x, on)  # as pandas gives nullable columns
 
 
 def test_features_of_any_scale_reach_the_optimum():
