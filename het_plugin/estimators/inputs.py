@@ -87,6 +87,8 @@ def labels_of_rows(x: Any, y: Any) -> np.ndarray:
   """y as an array; raises ValueError if it is not one label or list of labels per row of x."""
   if isinstance(y, Rows):
     y = votes.shares(y.labels, y.num_classes, y.label_weight).view(Shares)
+  if hasattr(y, 'toarray'):
+    raise ValueError('y is sparse, but must be dense: give y.toarray()')
   y = np.asanyarray(y)
   if y.ndim not in (1, 2) or len(y) != len(x):
     raise ValueError(

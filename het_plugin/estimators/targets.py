@@ -124,7 +124,10 @@ def encode(
   if y.dtype.kind == 'f' or y.dtype.name == 'bfloat16':
     y = y.astype(np.float64)
     if np.isinf(y).any() or (target != 'votes' and np.isnan(y).any()):
-      raise ValueError('Input y contains NaN or infinity: labels must be finite')
+      raise ValueError(
+        'Input y contains NaN or infinity: labels must be finite; NaN is a missing vote with '
+        "target='votes' only"
+      )
   kind = target if target != 'auto' else _kind(y, like)
   if kind == 'classes':
     y = column_or_1d(y, warn=True)

@@ -7,6 +7,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
+from scipy import sparse
 from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
@@ -190,7 +191,7 @@ def test_votes_are_the_shares_of_classes_and_weights_are_repetitions():
   for none in (None, np.nan):
     texts = DetClassifier(target='votes').fit(x, np.where(names == None, none, names))  # noqa: E711
     assert list(texts.classes_) == list('0123')
-  with pytest.raises(ValueError, match='Input y contains NaN'):
+  with pytest.raises(ValueError, match="Input y contains NaN.* a missing vote with target='votes'"):
     DetClassifier().fit(x, np.where(votes < 0, None, (votes > 1).astype(object)))
   texts = DetClassifier(target='votes').fit(x, votes.astype(str))
   assert list(texts.classes_) == list('0123')
@@ -327,6 +328,8 @@ def test_wrong_labels_are_one_sentence():
   with pytest.raises(ValueError, match='y must be all numbers or all strings, none missing'):
     DetClassifier().fit(x, np.array([['a'], ['b'], [None], ['b']] * 25, object))
   on = np.eye(4, dtype=int)[y]
+  with pytest.raises(ValueError, match='y is sparse, but must be dense'):
+    DetClassifier().fit(x, sparse.csr_array(on))
   with pytest.raises(ValueError, match="target='indicator' needs y of two dimensions"):
     DetClassifier().fit(x, on).nll(x, y)
   det = DetClassifier().fit(x, y)  # which has a softmax, whatever the labels of `nll` look like
