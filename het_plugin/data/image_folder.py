@@ -51,6 +51,9 @@ class ImageFolderSource:
     else:
       files = _split_by_class(_class_files(root))
     numbers = {name: k for k, name in enumerate(files['train'])}
+    for name in map(os.fsencode, numbers):  # a run writes the names of its classes
+      if name != name.decode(errors='replace').encode():
+        raise ValueError(f'{path}: the class folder {name} is not named in UTF-8: rename it.')
     self._files: dict[str, list[pathlib.Path]] = {}
     self._labels: dict[str, np.ndarray] = {}
     for split, by_class in files.items():
@@ -268,8 +271,9 @@ def _class_files(root: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     files[path.parent].append(path)
   for folder, paths in files.items():
     if not paths:
+      hint = "; of folders of splits, one must be named 'train'" if _folders(folder) else ''
       raise ValueError(
-        f'{folder} holds no images; a class needs files that end in {" or ".join(SUFFIXES)}.'
+        f'{folder} holds no images; a class needs files that end in {" or ".join(SUFFIXES)}{hint}.'
       )
   return {folder.name: paths for folder, paths in files.items()}
 

@@ -79,6 +79,16 @@ def test_wrong_folders_are_named(tmp_path, image_files):
   (tmp_path / 'train' / 'b' / 'notes.txt').write_text('no image')
   with pytest.raises(ValueError, match='b .*no images'):
     ImageFolderSource(str(tmp_path))
+  (tmp_path / 'train').rename(tmp_path / 'Train')
+  with pytest.raises(ValueError, match="Train holds no images; .* one must be named 'train'"):
+    ImageFolderSource(str(tmp_path))
+
+
+def test_a_class_that_is_not_named_in_utf8_is_named(tmp_path, image_files):
+  image_files.write(tmp_path / 'tea', 1)
+  os.rename(tmp_path / 'tea', os.fsencode(tmp_path) + b'/caf\xe9')
+  with pytest.raises(ValueError, match=r"class folder b'caf\\xe9' is not named in UTF-8"):
+    ImageFolderSource(str(tmp_path))
 
 
 def test_what_is_no_regular_file_is_unreadable(tmp_path):
