@@ -135,16 +135,19 @@ class TfdsCaptionSource(_Prepared):
 
 def exists(name: str) -> bool:
   """Whether TFDS knows a data set of this name, prepared or not."""
-  return re.fullmatch(_NAME, name) is not None and _builder(name) is not None
+  return _builder(name) is not None
 
 
 def _builder(name: str) -> tfds.core.DatasetBuilder | None:
+  if re.fullmatch(_NAME, name) is None:
+    return None
   try:
     return tfds.builder(name)
   except tfds.core.DatasetNotFoundError:
     return None
-  except (AssertionError, TypeError) as error:  # of another version, or other settings
-    raise ValueError(f'tfds:{name} cannot be opened: {error}') from error
+  except (AssertionError, TypeError, ValueError) as error:  # of other versions, configs, settings
+    reason = ' '.join(str(error).split())
+    raise ValueError(f'tfds:{name} cannot be opened: {reason}') from error
 
 
 def _prepared_builder(name: str) -> tfds.core.DatasetBuilder:

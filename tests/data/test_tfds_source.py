@@ -82,6 +82,11 @@ def test_errors():
     tfds_source.TfdsSource('tiny_regression')
   with pytest.raises(ValueError, match='mnist .*tfds build mnist'):
     tfds_source.TfdsSource('mnist')
+  with pytest.raises(ValueError, match='tfds:two words: .* knows no such data set'):
+    tfds_source.TfdsSource('two words')
+  for name in ('mnist/unknown', 'mnist:7'):  # TFDS answers with several lines
+    with pytest.raises(ValueError, match=rf'^tfds:{name} cannot be opened: [^\n]*$'):
+      tfds_source.TfdsSource(name)
 
 
 TEXT = tfds.features.Text()
