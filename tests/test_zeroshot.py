@@ -105,7 +105,7 @@ def test_classes_that_one_of_several_runs_cannot_tell_apart_are_noted():
   row = {'group': None, 'dataset': 'birds', 'scalars': {'top1': 0.5, 'top5': 1.0}}
   rows = [{**row, 'run': run, 'classes_alike': n} for run, n in (('short', 3), ('long', 0))]
   (note,) = zeroshot_report.make_report(rows).notes
-  assert note.endswith('as an earlier one: birds 3.')
+  assert note.endswith('same tokens as an earlier one (long texts are cut): birds 3.')
 
 
 @pytest.mark.slow

@@ -160,12 +160,13 @@ def make_report(rows: Sequence[Mapping[str, Any]]) -> reporting.Report:
     number = x.get('classes_alike', 0) or x.get('captions_alike', 0)
     counts[x['dataset']] = max(number, counts.get(x['dataset'], 0))
   alike = ', '.join(f'{name} {number}' for name, number in counts.items() if number)
+  note = 'Classes or captions with the same tokens as an earlier one (long texts are cut)'
   plain = [{k: v for k, v in row.items() if k != 'scalars'} for row in rows]
   return reporting.Report(
     title='Zero-shot evaluation',
     introduction='Zero-shot classification and retrieval.',
     tables=tables,
-    notes=[f'Classes or captions with the same words as an earlier one: {alike}.'] if alike else [],
+    notes=[f'{note}: {alike}.'] if alike else [],
     json={**(plain[0] if len(plain) == 1 else {}), 'rows': plain, 'groups': groups},
   )
 
