@@ -91,12 +91,16 @@ class EventWriter:
   The first failure is a warning, and later ones are silent.
   """
 
-  def __init__(self, model_dir: epath.PathLike):
-    """Creates the file, a new one at each start."""
+  def __init__(self, model_dir: epath.PathLike, resume_step: int):
+    """Creates the file, a new one at each start.
+
+    TensorBoard drops what earlier files have of steps after `resume_step`, which the run repeats.
+    """
     suffix = f'{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}'
     self._path = epath.Path(model_dir) / f'events.out.tfevents.{suffix}'
     self._failed = False
     self._write(0, [], file_version='brain.Event:2')
+    self._write(resume_step + 1, [], session_log={'status': 'START'})
 
   def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
     from tensorboard.plugins.scalar.summary_v2 import scalar_pb
@@ -146,8 +150,9 @@ class RunWriter:
     path = epath.Path(self._model_dir) / 'metrics.jsonl'
     jsonl = JsonlWriter(path, self._resume_step, self._evaluated)
     # TensorFlow's writer appends to the files of object stores.
-    remote = run_files.is_remote(self._model_dir)
-    return jsonl, self._summary_writer if remote else EventWriter(self._model_dir)
+    if run_files.is_remote(self._model_dir):
+      return jsonl, self._summary_writer
+    return jsonl, EventWriter(self._model_dir, self._resume_step)
 
   @functools.cached_property
   def _summary_writer(self) -> Any:

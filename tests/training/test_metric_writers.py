@@ -3,7 +3,7 @@ import resource
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing import event_accumulator
+from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
 from tensorboard.util import tensor_util
 
 from het_plugin.training import metric_writers
@@ -74,6 +74,16 @@ def test_event_files_have_scalars_texts_and_what_else_clu_writes(tmp_path):
   assert tensor_util.make_ndarray(event.tensor_proto).item() == b'x = 1'
   assert 'picture' in events.Tags()['tensors']
   assert rows(tmp_path / 'metrics.jsonl') == [{'step': 3, 'train/loss': 0.5}]
+
+
+def test_tensorboard_drops_the_steps_that_a_resumed_run_repeats(tmp_path):
+  for resume_step, steps in ((0, (1, 2, 3)), (1, (2, 3, 4))):
+    writer = metric_writers.EventWriter(tmp_path, resume_step)
+    for step in steps:
+      writer.write_scalars(step, {'train/loss': 0.5})
+  events = plugin_event_accumulator.EventAccumulator(str(tmp_path))  # with --load_fast=false
+  events.Reload()
+  assert [event.step for event in events.Tensors('train/loss')] == [1, 2, 3, 4]
 
 
 @contextlib.contextmanager
