@@ -55,10 +55,7 @@ def split_values(text: str) -> list[str]:
         start = token.end[1]
   except (tokenize.TokenError, SyntaxError) as error:
     raise ValueError(f'{text!r} has quotes or brackets that do not match') from error
-  values.append(text[start:].strip())
-  if not all(values):
-    raise ValueError(f'{text!r} has an empty value')
-  return values
+  return [*values, text[start:].strip()]
 
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
@@ -68,6 +65,8 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
   if not equals or not re.fullmatch(r'[\w./]+', name):
     raise ValueError(f'--sweep={text} must be NAME=VALUE,VALUE,..., NAME as in --gin.NAME')
   values = split_values(values)
+  if not all(values):
+    raise ValueError(f'--sweep={text} has an empty value')
   for value in values:
     if not re.search('[@%]', value):  # references, which only gin resolves
       try:

@@ -69,6 +69,7 @@ def test_values_arrive_in_gin_with_their_types():
   ('change', 'words'),
   [
     ({'sweeps': ['RANDOM_SEED']}, '--sweep=RANDOM_SEED .*NAME=VALUE'),
+    ({'sweeps': ['RANDOM_SEED=']}, '--sweep=RANDOM_SEED= has an empty value'),
     ({'sweeps': ['dtype=bfloat16']}, 'dtype=bfloat16'),
     ({'sweeps': ['head=1,2']}, 'use --heads'),
     ({'sweeps': ['x=1'], 'gin_bindings': ['x = 2']}, '--sweep=x='),
