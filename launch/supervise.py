@@ -97,6 +97,8 @@ def supervise(
 def _local(folder: str) -> Path:
   if '://' in folder:
     raise argparse.ArgumentTypeError(f'{folder} must be a local folder: the log is appended to')
+  if folder.startswith('~'):
+    raise argparse.ArgumentTypeError(f'{folder}: only a shell expands ~; write the full path')
   return Path(folder)
 
 

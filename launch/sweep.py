@@ -74,6 +74,8 @@ def make_jobs(
   """
   if not model_dir:
     raise ValueError('--model_dir is not given: name the folder of the run')
+  if model_dir.startswith('~'):
+    raise ValueError(f'--model_dir={model_dir}: only a shell expands ~; write the full path')
   if not gin_files:
     raise ValueError('no --gin_file is given: training needs at least one')
   bound = [split_binding(binding)[0] for binding in gin_bindings]

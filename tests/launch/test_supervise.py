@@ -69,8 +69,12 @@ def test_a_command_that_cannot_be_started_has_a_code(tmp_path):
   command = [sys.executable, '-m', 'launch.supervise', f'--folder={tmp_path}', '--', '/no/such']
   assert subprocess.run(command, cwd=ROOT).returncode == 2
   assert supervise.read_state(tmp_path)['exit_code'] == 2
-  wrong = start('gs://b/x', '')
-  assert 'gs://b/x must be a local folder' in wrong.communicate()[1] and wrong.returncode == 2
+  for folder, words in (
+    ('gs://b/x', 'gs://b/x must be a local folder'),
+    ('~/x', '~/x: only a shell expands ~'),
+  ):
+    wrong = start(folder, '')
+    assert words in wrong.communicate()[1] and wrong.returncode == 2
 
 
 def test_sigterm_lets_the_command_save_and_does_not_start_it_again(tmp_path):

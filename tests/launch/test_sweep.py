@@ -68,6 +68,7 @@ def test_values_arrive_in_gin_with_their_types():
 @pytest.mark.parametrize(
   ('change', 'words'),
   [
+    ({'model_dir': '~/x'}, '--model_dir=~/x: only a shell expands ~'),
     ({'sweeps': ['RANDOM_SEED']}, '--sweep=RANDOM_SEED .*NAME=VALUE'),
     ({'sweeps': ['RANDOM_SEED=']}, '--sweep=RANDOM_SEED= has an empty value'),
     ({'sweeps': ['dtype=bfloat16']}, 'dtype=bfloat16'),
