@@ -359,14 +359,17 @@ def forward_audited(head):
 
 def audited(data, starts):
   del starts
-  settings = probe.Settings(['det'], folds=3, progress=False)
-  found = of_files.audit(data.x[0], data.y[0], settings)
-  y = np.where(found.kind == 'wrong', found.suggested, data.y[0])
-  fits = []
+  settings, (x, *_), y = probe.Settings(['det'], folds=3, progress=False), data.x, data.y[0].copy()
+  rows = np.flatnonzero(np.bincount(y)[y] >= settings.folds)  # others keep their labels
+  found = of_files.audit(x[rows], y[rows], settings)
+  y[rows] = np.where(found.kind == 'wrong', found.suggested, y[rows])
+  t, fits = np.eye(data.num_classes), []
+  t[np.ix_(found.ids, found.ids)] = found.confusions
   for c in CS:
-    estimator = CLASSIFIERS['det'](C=c, **SETTINGS).fit(data.x[0], y)
+    estimator = CLASSIFIERS['det'](C=c, target='probabilities', **SETTINGS)
+    estimator.fit(x, np.eye(data.num_classes)[y])  # a class may have lost its only row
     _, held_out, test = (estimator.predict_proba(x) for x in data.x)
-    log_held_out, log_test = (np.log(p @ found.confusions) for p in (held_out, test))
+    log_held_out, log_test = (np.log(np.maximum(p @ t, 1e-12)) for p in (held_out, test))
     fits.append(Fit({'C': c}, estimator.gradient_, nll(log_held_out, data.y[1]), log_test, test))
   return fits
 
