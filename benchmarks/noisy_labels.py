@@ -189,10 +189,12 @@ def draw(problem, seed):
 
 def _fitted_classes(parts, x, y, truth):
   """x, y and truth of the parts' rows, without the classes that no label of the first part is."""
-  classes = np.unique(y[parts[0]])
-  known = np.isin(y, classes) & np.isin(truth, classes)
+  while not np.isin(np.concatenate([y, truth]), classes := np.unique(y[parts[0]])).all():
+    known = np.isin(y, classes) & np.isin(truth, classes)
+    numbers = np.cumsum(known) - 1
+    parts = [numbers[rows[known[rows]]] for rows in parts]
+    x, y, truth = (a[known] for a in (x, y, truth))
   y, truth = np.searchsorted(classes, y), np.searchsorted(classes, truth)
-  parts = [rows[known[rows]] for rows in parts]
   return (tuple(a[rows] for rows in parts) for a in (x.astype(np.float32), y, truth))
 
 
