@@ -98,6 +98,7 @@ SHOWN = {  # in the picture
   'gce': 'generalised cross-entropy',
   'het_xl': 'HET-XL, location',
   'forward_audit': 'corrected by HET-XL',
+  'audited': 'labels of the audit',
 }
 TITLES = {
   'next': 'next class',
