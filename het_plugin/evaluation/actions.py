@@ -1,10 +1,12 @@
 """Evaluations while a model trains: few-shot and zero-shot accuracies."""
 
 import dataclasses
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,8 +41,8 @@ class PeriodicAction(BaseAction):
 
   kind: ClassVar[str]
 
-  image_size: int
-  channels: int
+  image_size: Annotated[int, '[1, inf)']
+  channels: Annotated[int, '[1, inf)']
   batch_size: int = 256
   datasets: Sequence[Any]
   period: Annotated[int, '[1, inf)'] | None = None
@@ -86,6 +88,30 @@ class PeriodicAction(BaseAction):
         run_files.write_text(self._file, ''.join(json.dumps(row) + '\n' for row in rows))
     return False
 
+  def check_images(self, compute: Callable[[Any, dict], Any], settings: str = '') -> None:
+    """Raises ValueError if `compute(params, batch)` does not take the images; compiles nothing.
+
+    `settings`, of `compute`, are named before those of the images.
+    """
+    image = self.batch_size, self.image_size, self.image_size, self.channels
+    # Where the training's shapes are not known, the parameters are taken to be for these images.
+    shapes = {'image': image, 'text': (self.batch_size, 1), **self._context.input_shapes}
+
+    def trace() -> Any:
+      params = self._context.model.get_initial_variables(jax.random.key(0), shapes)['params']
+      return compute(params, {'image': jnp.zeros(image)})
+
+    of_images = f'image_size={self.image_size}, channels={self.channels}'
+    try:
+      with naming(f'{type(self).__name__}.{settings}{of_images}'):
+        jax.eval_shape(trace)
+    except flax.errors.ScopeParamShapeError as error:
+      _, side, _, channels = shapes['image']
+      raise ValueError(
+        f'{type(self).__name__}.{of_images} do not fit the model, which is trained with '
+        f'image_size={side}, channels={channels}'
+      ) from error
+
   def check(self, run: Run, dataset: Any) -> None:
     """Raises ValueError if the run does not fit a data set. The run has no parameters yet."""
     raise NotImplementedError
@@ -128,16 +154,8 @@ class FewShotAction(PeriodicAction):
 
   def setup(self, context: ActionContext) -> None:
     super().setup(context)
-    B, side = self.batch_size, self.image_size
-    shapes = {'image': (B, side, side, self.channels), 'text': (B, 1)}
-
-    def represent() -> Any:
-      params = context.model.get_initial_variables(jax.random.key(0), shapes)['params']
-      batch = {'image': jnp.zeros(shapes['image'])}
-      return context.model.representations(params, batch, (self.layer,))
-
-    with naming(f'FewShotAction.layer={self.layer!r}'):
-      jax.eval_shape(represent)  # compiles nothing
+    represent = functools.partial(context.model.representations, layers=(self.layer,))
+    self.check_images(represent, f'layer={self.layer!r}, ')
 
   def check(self, run: Run, dataset: fewshot_data.FewShotDataset) -> None:
     fewshot_data.check(run, dataset, self.batch_size)
@@ -176,6 +194,10 @@ class ZeroShotAction(PeriodicAction):
       self.tokenizer, self.batch_size, self.num_samples
     )
     self.results = {}
+
+  def setup(self, context: ActionContext) -> None:
+    super().setup(context)
+    self.check_images(context.model.image_embeddings)
 
   def check(self, run: Run, dataset: zeroshot_datasets.ZeroShotDataset) -> None:
     self._evaluator.check(run, dataset)

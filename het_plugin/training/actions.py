@@ -42,6 +42,8 @@ class ActionContext:
   evaluated_step: int = 0
   # names of metrics by task, as in metrics_by_task; {} or () where they are not known
   metrics: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+  # shapes of the training's batches, by feature, such as 'image'; {} where they are not known
+  input_shapes: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
 
 class BaseAction(abc.ABC):

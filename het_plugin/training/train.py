@@ -226,6 +226,7 @@ def train(
       model_dir=str(model_dir),
       random_seed=random_seed,
       evaluated_step=start.step if start.evaluated else start.step - 1,
+      input_shapes={name: spec.shape for name, spec in train_iter.element_spec.items()},
     )
     for mode, group in actions.items():
       for action in group:

@@ -24,8 +24,9 @@ class SmallContrastive(ContrastiveModel):
 
   traces = 0
 
-  def __init__(self):
-    towers = ViT(patch_size=4, pooling='gap', **TOWER), TextTransformer(VOCAB_SIZE, **TOWER)
+  def __init__(self, **of_image_tower):
+    backbone = ViT(patch_size=4, pooling='gap', **TOWER, **of_image_tower)
+    towers = backbone, TextTransformer(VOCAB_SIZE, **TOWER)
     super().__init__(
       *towers, ContrastiveHetXL(num_factors=2), OptaxWrapper(optax.sgd(0.1)), Integrator(1)
     )

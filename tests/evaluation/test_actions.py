@@ -1,5 +1,6 @@
 """The actions inside a training run: when they run, what they write, on digits."""
 
+import dataclasses
 import types
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from het_plugin import data
 from het_plugin.backbones import ViT
 from het_plugin.evaluation.actions import FewShotAction, PeriodicAction, ZeroShotAction
 from het_plugin.evaluation.fewshot import FewShotDataset
@@ -20,6 +22,7 @@ from het_plugin.training.optimizers import OptaxWrapper
 from het_plugin.training.partitioning import PjitPartitioner
 from het_plugin.training.state import TrainState
 from tests.evaluation.small_contrastive import Letters, SmallContrastive
+from tests.training import toy, toy_run
 from tests.training.toy_run import lines
 
 DIGITS = FewShotDataset('digits', 'digits')
@@ -70,7 +73,7 @@ def at(state, step):
 
 def make_action(**kwargs):
   defaults = {'shots': (1, 5), 'seeds': (0, 1), 'datasets': (DIGITS,), 'batch_size': 128}
-  return FewShotAction(image_size=SIZE, channels=1, **(defaults | kwargs))
+  return FewShotAction(**({'image_size': SIZE, 'channels': 1} | defaults | kwargs))
 
 
 @pytest.mark.slow
@@ -155,7 +158,10 @@ def test_bounds_and_endless_splits(tmp_path):
   'change,message',
   [
     ({'datasets': (DIGITS, DIGITS)}, r"datasets .*\['digits', 'digits'\]"),
-    ({'layer': 'no_such_layer'}, "^FewShotAction.layer='no_such_layer': .* choose from .*block00"),
+    (
+      {'layer': 'no_such_layer'},
+      "^FewShotAction.layer='no_such_layer', image_size=8, .* choose from .*block00",
+    ),
   ],
 )
 def test_bad_settings_are_one_sentence(tmp_path, change, message):
@@ -169,7 +175,43 @@ FEW_DIGITS = ZeroShotDataset('digits', 'digits', 'test[:64]', 'none')
 
 def make_zeroshot(**kwargs):
   defaults = {'tokenizer': Letters(), 'datasets': (FEW_DIGITS,), 'batch_size': 32}
-  return ZeroShotAction(image_size=SIZE, channels=1, **(defaults | kwargs))
+  return ZeroShotAction(**({'image_size': SIZE, 'channels': 1} | defaults | kwargs))
+
+
+@pytest.mark.parametrize('make', [make_action, make_zeroshot])
+def test_images_that_the_model_does_not_take_end_the_setup(tmp_path, make):
+  shapes = {'image': (16, SIZE, SIZE, 1), 'text': (16, 12)}
+
+  def set_up(model=None, **change):
+    model = model or SmallContrastive()
+    context = ActionContext(model, PjitPartitioner(), Writer(), str(tmp_path), 0)
+    make(**change).setup(dataclasses.replace(context, input_shapes=shapes))
+
+  set_up()
+  for given in ({'image_size': 12, 'channels': 1}, {'image_size': 8, 'channels': 3}):
+    said = ', '.join(f'{name}={value}' for name, value in given.items())
+    with pytest.raises(ValueError, match=f'Action.{said} do not .* image_size=8, channels=1$'):
+      set_up(**given)
+  with pytest.raises(ValueError, match='Action.*image_size=10, channels=1: ViT.patch_size=4 must'):
+    set_up(image_size=10)
+  # Position embeddings that are not learned suit any number of patches.
+  set_up(SmallContrastive(position='sincos2d'), image_size=12)
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_wrong_images_end_a_run_before_it_compiles_its_step_or_writes(tmp_path, monkeypatch):
+  monkeypatch.setattr(toy_run.Trainer, 'compile_train', lambda *args: pytest.fail('compiled'))
+  context, _ = make_context(tmp_path)
+  words = f'image_size=8, channels=1 do not .* image_size={toy.SIDE}, channels=1$'
+  with pytest.raises(ValueError, match=words):
+    toy_run.run(
+      tmp_path,
+      model=context.model,
+      task_info_fn=lambda task: data.task_info('digits'),
+      actions={'TRAIN_EVAL': [make_action()]},
+    )
+  assert {path.name for path in tmp_path.iterdir()} <= {'lock', 'logs', 'compilation_cache'}
 
 
 @pytest.mark.slow
@@ -180,6 +222,7 @@ def test_classes_are_embedded_by_the_current_text_tower(tmp_path):
     make_action(layer='block01').setup(context)
   action = make_zeroshot()
   action.setup(context)
+  context.model.traces = 0
   action.run(at(state, 1), {})
   before = action.results['digits']
   tower = state.params['text_tower']
