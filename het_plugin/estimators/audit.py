@@ -4,8 +4,8 @@ A head that is fitted to the labels predicts labels, with their errors. So the a
 of expectation-maximisation. The first fits the head to the labels, and finds the confusions T
 (`measures.audit`). The next ones fit it to the posterior q of the truth under T, and find T anew.
 This would maximise the likelihood of the labels, sum_k p_k(x) T_ky, in the head and T together. But
-p and T are not told apart by it: p may also predict the labels, with T = 1. So q is sharpened
-towards its largest class, halfway to classification EM (Celeux and Govaert 1992,
+p and T are not told apart by it: p may also predict the labels, with T the identity. So q is
+sharpened towards its largest class, on the way to classification EM (Celeux and Govaert 1992,
 https://doi.org/10.1016/0167-9473(92)90042-E), as if the truth were almost a function of x. The
 likelihood of labels that no fit has seen says when to stop.
 """
@@ -34,6 +34,7 @@ ROUNDS = 10
 _GAIN = 0.002  # nats per label; less in `_PATIENCE` rounds ends the audit
 _PATIENCE = 2
 _SHARPNESS = 2  # the power of q; 1 is expectation-maximisation, and classification EM is infinity
+_TINY = np.finfo(np.float64).tiny  # a label that p and T exclude says nothing
 _SHOWN = 10
 _WORST = 100  # whose truth is counted
 _THUMBNAILS, _THUMBNAILS_OF_PAIR = 24, 8
@@ -115,7 +116,7 @@ def _audit(features, label, settings, rounds) -> tuple[measure.Audit, int, int]:
       q = np.memmap(of_q, np.float32, 'w+', shape=p.shape)
       for rows, _, posterior, _ in measure.posteriors(p, y[order], found.confusions):
         sharp = posterior**_SHARPNESS
-        q[order[rows]] = sharp / sharp.sum(axis=1, keepdims=True)
+        q[order[rows]] = sharp / np.maximum(sharp.sum(axis=1, keepdims=True), _TINY)
       truth = targets.Targets('probabilities', np.arange(len(classes)), q)
   return best[0]
 
@@ -137,10 +138,9 @@ def _write(file, features, truth, splits, of_folds, number):
     for part in inputs.parts(held_out, features):
       file.write(estimator.predict_clean_proba(features[part]).tobytes())
     order.append(held_out)
-    grid = {'C': 'c', 'C_noise': 'c_noise', 'num_factors': 'num_factors'}
-    chosen.append(
-      dataclasses.replace(settings, **{grid[x]: [point[x]] for x in grid if x in point})
-    )
+    grid = {name: [point[name]] for name in ('tau', 'num_factors') if name in point}
+    grid |= {name.lower(): [point[name]] for name in ('C', 'C_noise') if name in point}
+    chosen.append(dataclasses.replace(settings, **grid))
   file.flush()
   return np.concatenate(order), chosen, failures
 

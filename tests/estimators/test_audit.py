@@ -96,7 +96,7 @@ def test_rounds_find_what_a_fit_to_the_labels_does_not():
   truth = (x @ rng.normal(size=(12, 5))).argmax(axis=1)
   is_wrong = rng.random(1200) < 0.3
   label = np.where(is_wrong, (truth + 1) % 5, truth)
-  settings = Settings(**SETTINGS | {'c': [1.0]})
+  settings = Settings(**SETTINGS | {'c': [1.0]}, tau=[0.5, 1.0])
   one, all_ = (audit_lib.audit(x, label, settings, rounds) for rounds in (1, 10))
   precision = [average_precision_score(is_wrong, found.wrong) for found in (one, all_)]
   assert precision[0] < 0.95 and precision[1] > 0.99
