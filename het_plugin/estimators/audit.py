@@ -48,6 +48,8 @@ def audit(
 ) -> measure.Audit:
   """Audits labels by fits to the other folds, so that no label scores itself.
 
+  From the second round on, it has a part in what is found for the rows of these folds.
+
       >>> import numpy as np
       >>> from het_plugin.estimators import probe
       >>> rng = np.random.default_rng(0)
