@@ -9,10 +9,10 @@ A share of the labels is moved: `next`, to the next class; `uniform`, to any; `p
 of classes; `rate`, to the next class at a rate that depends on x. `digits` are those of
 scikit-learn, `linear` is the argmax of a linear map of 24 normal features plus 0.3 Gumbel, of ten
 classes. `unclear` is the same with 3 Gumbel, so that no classifier has an accuracy above about 0.3.
-`worse`, `annotator` and `aggre` are labels that people gave to images of CIFAR-10
-(CIFAR-10N). Their file is --people, and --features that of imagenet_features.py, of which 64
-whitened principal components are taken. The seed takes the annotator and the rows. All methods
-score the same rows out of the same folds:
+`worse`, `annotator` and `aggre` are labels that people gave to images of CIFAR-10 (CIFAR-10N).
+--people is the file of these labels. --features is a file of imagenet_features.py, and 64 whitened
+principal components of it are used. The seed chooses the rows, and the annotator for `annotator`.
+All methods score the same rows out of the same folds:
 
     cleanlab                its label quality (self-confidence) by LogisticRegression
     cleanlab, fitted again  the same by a fit without the labels that cleanlab calls issues

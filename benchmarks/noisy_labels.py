@@ -190,26 +190,23 @@ def draw(problem, seed):
 
 def _fitted_classes(parts, x, y, truth):
   """x, y and truth of the parts' rows, without the classes that no label of the first part is."""
-  while not np.isin(np.concatenate([y, truth]), classes := np.unique(y[parts[0]])).all():
+  while True:  # rows that are left out may have had a class alone
+    classes = np.unique(y[parts[0]])
     known = np.isin(y, classes) & np.isin(truth, classes)
-    numbers = np.cumsum(known) - 1
-    parts = [numbers[rows[known[rows]]] for rows in parts]
-    x, y, truth = (a[known] for a in (x, y, truth))
+    if all(known[rows].all() for rows in parts):
+      break
+    parts = [rows[known[rows]] for rows in parts]
   y, truth = np.searchsorted(classes, y), np.searchsorted(classes, truth)
   return (tuple(a[rows] for rows in parts) for a in (x.astype(np.float32), y, truth))
 
 
 def of_people(kind, args, seed):
   """Data of people's labels, or of Omniglot's characters with 30% of the labels moved."""
-  rng = np.random.default_rng(seed)
-  if kind == 'omniglot':
-    with np.load(args.features[1]) as file:
-      features, index = file['features'].astype(np.float32), file['index']
-    with np.load(args.data / FILES[kind]) as file:
-      truth = file['label'][index].astype(int)
+  is_omniglot, rng = kind == 'omniglot', np.random.default_rng(seed)
+  given = args.features[is_omniglot], args.data / FILES[kind], seed
+  features, y, truth = people('label' if is_omniglot else kind, *given)
+  if is_omniglot:
     y = moved(rng, 'uniform', 0.3, features, truth)
-  else:
-    features, y, truth = people(kind, args.features[0], args.data / FILES[kind], seed)
   order = rng.permutation(len(truth))
   sizes = np.cumsum(np.array([0.6, 0.15]) * len(order)).astype(int)
   first, *others = np.split(order, sizes)
@@ -371,7 +368,7 @@ def audited(data, starts):
   for c in CS:
     estimator = CLASSIFIERS['det'](C=c, target='probabilities', **SETTINGS)
     estimator.fit(x, np.eye(data.num_classes)[y])  # a class may have lost its only row
-    _, held_out, test = (estimator.predict_proba(x) for x in data.x)
+    held_out, test = (estimator.predict_proba(rows) for rows in data.x[1:])
     log_held_out, log_test = (np.log(np.maximum(p @ t, 1e-12)) for p in (held_out, test))
     fits.append(Fit({'C': c}, estimator.gradient_, nll(log_held_out, data.y[1]), log_test, test))
   return fits
