@@ -101,7 +101,8 @@ KINDS = ('next', 'uniform', 'pairs', 'rate')
 def people(kind, features, labels, seed):
   """Features [N, 1280] of images, people's labels and the truth [N], from the two files."""
   with np.load(features) as file:
-    x, index = file['features'].astype(np.float32), file['index']
+    x = file['features'].astype(np.float32)
+    index = file['index']
   with np.load(labels) as file:
     truth = file['label'][index].astype(int)
     y = file['annotators' if kind == 'annotator' else kind][index].astype(int)
@@ -154,7 +155,8 @@ def scores(args, x, y):
 
 def measure(args):
   """A row for each data set, kind, share and method."""
-  rows, cases = [], []
+  rows = []
+  cases = []
   for data in args.data:
     moves = itertools.product(args.kinds, args.shares)
     cases += [(data, None, None)] if data in PEOPLE else [(data, *move) for move in moves]
@@ -185,12 +187,14 @@ def measure(args):
 
 def stream(args):
   """A row per number of rows."""
-  rng, found = np.random.default_rng(0), []
+  rng = np.random.default_rng(0)
+  found = []
   kernel = rng.normal(size=(32, 20)).astype(np.float32)
   settings = probe.Settings(['det'], solver='adam', max_iter=1, progress=False)
   for num_rows in (args.rows // 10, args.rows):
     with tempfile.TemporaryDirectory() as name:
-      folder, labels = pathlib.Path(name), []
+      folder = pathlib.Path(name)
+      labels = []
       shape = (num_rows, len(kernel))
       x = np.lib.format.open_memmap(folder / 'x.npy', 'w+', np.float32, shape)
       for start in range(0, num_rows, 4096):

@@ -54,7 +54,8 @@ NUM_PAIRS = 8
 def read(folder, num_answers, num_colours):
   """Places in CIELAB [N, 3], counts of answers [N, K], and the names [K]."""
   with np.load(folder / 'colour_names.npz') as file:
-    lab, name = file['lab'].astype(np.float32), file['name']
+    lab = file['lab'].astype(np.float32)
+    name = file['name']
     counts = np.zeros((len(lab), len(name)))
     counts[file['row'], file['name_id']] = file['count']
   if num_answers:
@@ -62,7 +63,8 @@ def read(folder, num_answers, num_colours):
     counts = drawn.reshape(counts.shape).astype(float)
   if num_colours:
     chosen = np.random.default_rng(0).choice(len(lab), num_colours, replace=False)
-    lab, counts = lab[chosen], counts[chosen]
+    lab = lab[chosen]
+    counts = counts[chosen]
   return lab, counts, name
 
 
@@ -125,7 +127,8 @@ def measure(heads, x, counts, hidden, max_iter):
     test = noise_test(x[totals > 0], shares[totals > 0], **of_test)
     answers = totals[totals > 0] / totals[totals > 0].mean()
     predicted = {tested.name: answers * tested.gain for tested in test.tested}  # per answer
-  weight, rows = totals / totals.mean(), []
+  weight = totals / totals.mean()
+  rows = []
   of_heads = {head: cross_entropy(shares, held_out_prob(of, x)) for head, of in found.items()}
   nll_det = of_heads['det']
 
@@ -134,11 +137,16 @@ def measure(heads, x, counts, hidden, max_iter):
     gain = predicted.get(HIDDEN if head == 'det' else head)
     rows.append(
       {
-        **{'head': head, 'd': x.shape[1], 'hidden': hidden, 'n': int(totals.sum())},
+        'head': head,
+        'd': x.shape[1],
+        'hidden': hidden,
+        'n': int(totals.sum()),
         'max_iter': max_iter,
-        **{'nll': float((weight * nll).mean()), 'nll_det': float((weight * nll_det).mean())},
-        **{'difference': float(gap.mean()), 'error': stderr(gap) or 0.0},
-        **{'extreme': extreme_share(gap) if gap.any() else None},
+        'nll': float((weight * nll).mean()),
+        'nll_det': float((weight * nll_det).mean()),
+        'difference': float(gap.mean()),
+        'error': stderr(gap) or 0.0,
+        'extreme': extreme_share(gap) if gap.any() else None,
         **{x: about.get(x) for x in ('gradient', 'gap', 'converged', 'cpu_seconds', 'price')},
         'predicted': None if gain is None else float(gain.mean()),
         'predicted_error': None if gain is None else stderr(gain),
@@ -168,7 +176,8 @@ def covariance_of_shares(halves, x, weight):
   total = 0.0
   for held_out, estimator, _, _ in halves:
     for rows in np.array_split(held_out, -(-len(held_out) // 256)):
-      p, sigma = estimator.predict_proba(x[rows]), estimator.covariance(x[rows])
+      p = estimator.predict_proba(x[rows])
+      sigma = estimator.covariance(x[rows])
       change = p[:, :, None] * (np.eye(p.shape[1]) - p[:, None, :])  # [n, K, K]
       total = total + np.einsum(
         'n,nkl->kl', weight[rows], change @ sigma @ change.transpose(0, 2, 1)
@@ -246,7 +255,8 @@ def main():
   args = parser.parse_args()
   lab, counts, name = read(args.data, args.answers, args.colours)
   if args.plot:
-    head, x = args.heads[0], fourier_features(lab, args.dims[0])
+    head = args.heads[0]
+    x = fourier_features(lab, args.dims[0])
     found = fit_halves([head], x, counts, args.hidden, args.max_iter)
     probs = [held_out_prob(found[which], x) for which in ('det', head)]
     draw(args.plot, ('DET', head.upper().replace('_', '-')), probs, lab, counts, name)

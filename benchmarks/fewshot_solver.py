@@ -57,13 +57,16 @@ def ours(x, y, test_x, test_y) -> np.ndarray:
 
 
 def ridge_classifier(x, y, test_x, test_y) -> np.ndarray:
-  mean, scale = x.mean(0, np.float64), x.std(0, np.float64) + ridge.STD_OFFSET
-  x, test_x = (x - mean) / scale, (test_x - mean) / scale
+  mean = x.mean(0, np.float64)
+  scale = x.std(0, np.float64) + ridge.STD_OFFSET
+  x = (x - mean) / scale
+  test_x = (test_x - mean) / scale
   return np.array([RidgeClassifier(alpha=l2).fit(x, y).score(test_x, test_y) for l2 in L2_GRID])
 
 
 def eigh(x, y, test_x, test_y) -> np.ndarray:
-  mean, scale = x.mean(0, np.float64), x.std(0, np.float64) + ridge.STD_OFFSET
+  mean = x.mean(0, np.float64)
+  scale = x.std(0, np.float64) + ridge.STD_OFFSET
   x, test_x = (
     np.pad((z - mean) / scale, ((0, 0), (0, 1)), constant_values=ridge.BIAS_FEATURE)
     for z in (x, test_x)
@@ -74,7 +77,8 @@ def eigh(x, y, test_x, test_y) -> np.ndarray:
     rhs = lhs.T @ (x.T @ targets)
   else:
     eigenvalues, vectors = np.linalg.eigh(x @ x.T)
-    lhs, rhs = x.T @ vectors, vectors.T @ targets
+    lhs = x.T @ vectors
+    rhs = vectors.T @ targets
   return np.array(
     [
       np.mean((test_x @ ((lhs / (eigenvalues + l2)) @ rhs)).argmax(axis=1) == test_y)
@@ -106,7 +110,10 @@ def row(n: int, d: int, num_classes: int, m: int, turns: int) -> dict[str, Any]:
   comparable = np.array(L2_GRID) <= FREE_BIAS_L2
   differences = np.abs(accuracies - straight), np.abs(accuracies - sklearn)[comparable]
   return {
-    **{'n': n, 'd': d, 'classes': num_classes, 'm': m},
+    'n': n,
+    'd': d,
+    'classes': num_classes,
+    'm': m,
     'seconds': seconds,
     'best_accuracy': accuracies.max(),
     'ridge_classifier_seconds': sklearn_seconds,

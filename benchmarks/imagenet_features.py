@@ -29,7 +29,8 @@ BATCH = 50
 
 def cifar10(data):
   """The number of images, and a function from the number of an image to it."""
-  jpeg, offset = data['jpeg'], data['jpeg_offset']
+  jpeg = data['jpeg']
+  offset = data['jpeg_offset']
 
   def image(i):
     return Image.open(io.BytesIO(jpeg[offset[i] : offset[i + 1]].tobytes()))

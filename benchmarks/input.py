@@ -57,7 +57,9 @@ def photo(rng, side):
     levels = np.fft.irfft2(phases / frequency**1.2, (side, side))
     return levels / levels.std()
 
-  grey, red, blue = plane(), plane(), plane()
+  grey = plane()
+  red = plane()
+  blue = plane()
   levels = 128 + 55 * grey[..., None] + 15 * np.stack([red, -red - blue, blue], axis=-1)
   return Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8))
 
@@ -170,7 +172,8 @@ def main():
   with tempfile.TemporaryDirectory() as folder:
     folder = Path(folder)
     paths = write_files(args, folder / 'photos')
-    names, labels = list(map(str, paths)), np.arange(len(paths)) % NUM_CLASSES
+    names = list(map(str, paths))
+    labels = np.arange(len(paths)) % NUM_CLASSES
     for file_format in ('tfrecord', 'array_record'):
       write_tfds(folder / file_format / 'photos' / '1.0.0', paths, file_format)
     tfds.core.add_data_dir(str(folder / 'array_record'))

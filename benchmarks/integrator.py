@@ -95,7 +95,8 @@ def reference_loss(head, link, num_samples, buckets):
 
   def loss(x, labels, key):
     factor_key, diag_key = jax.random.split(key)
-    batch, num_factors = len(x['phi']), len(x['loading'])
+    batch = len(x['phi'])
+    num_factors = len(x['loading'])
     z = jax.random.normal(factor_key, (num_samples, batch, num_factors))
     eps = (z @ x['loading']) * x['scale']
     eps += x['diag'] * jax.random.normal(diag_key, (num_samples, batch, 1))  # [S, B, Q]
@@ -386,7 +387,9 @@ def tokamax_loss(params, phi, labels):
 
 
 def compare_tiles(args):
-  args.dim, args.batch, args.factors = args.dim or 64, args.batch or 32, args.factors or 15
+  args.dim = args.dim or 64
+  args.batch = args.batch or 32
+  args.factors = args.factors or 15
   cases = []
   for head, link in itertools.product(args.heads, args.links):
     # Without samples, their number changes nothing.
@@ -465,7 +468,9 @@ def main():
   if len(args.classes) > 1 or 'det' in args.heads:
     parser.error(f'several --classes, and the head det, need --classes of {MANY_CLASSES:,} or more')
   (args.classes,) = args.classes
-  args.dim, args.batch, args.factors = args.dim or 1024, args.batch or 8, args.factors or 50
+  args.dim = args.dim or 1024
+  args.batch = args.batch or 8
+  args.factors = args.factors or 50
   args.samples = args.samples or [1, 16, 64, 256, 1000]
   args.noise = None
   if args.equal_accuracy:

@@ -81,7 +81,8 @@ SMALL = [
 
 def full_grid():
   """Points about the map's size, cheap ones first."""
-  links, sizes = ('sigmoid', 'softmax'), ((10, 8), (10, 32), (10, 128), (100, 8), (100, 32))
+  links = ('sigmoid', 'softmax')
+  sizes = ((10, 8), (10, 32), (10, 128), (100, 8), (100, 32))
   points = [
     Problem(link, k, d, MAP_FACTORS, noise, n)
     for link, (k, d), noise, n in itertools.product(links, sizes, (1.0, 3.0, 5.0), (5, 50, 500))
@@ -156,7 +157,8 @@ def fit_best(head, grid, train, held_out, start=None):
   The points of a head with noise have one C, and its fits start at DET's with this C. The grid ends
   where the NLL is 0.05 nats above the best: fits that overfit are slow.
   """
-  fits, nll = [], []
+  fits = []
+  nll = []
   for point in grid:
     fits.append(CLASSIFIERS[head](**SETTINGS | point).fit(*train, start=start))
     nll.append(fits[-1].nll(*held_out))
@@ -212,7 +214,8 @@ def measure(problem, truth, heads, seed, from_truth):
   rows = []
   for head, (estimator, fits, held_out_nll) in fitted.items():
     nll = estimator.nll(*test)
-    gain, possible = det_nll - nll, float(det_nll.mean() - true.mean())
+    gain = det_nll - nll
+    possible = float(det_nll.mean() - true.mean())
     correlation = None
     c_noise = getattr(estimator, 'C_noise', None)
     if c_noise and problem.noise:
@@ -262,7 +265,8 @@ def candidates(fits, held_out_nll, test):
 def refit(estimator, params, train):
   """A copy of a fitted estimator, fitted from other parameters on."""
   estimator, (x, y) = copy.deepcopy(estimator), train
-  model, mean = estimator.model_, estimator.mean_
+  model = estimator.model_
+  mean = estimator.mean_
   values = estimator._encoded(x, y).values
   rows = objective.make_rows(
     model, x, mean, values, np.ones(len(x)), estimator.C, estimator.C_noise
@@ -271,7 +275,8 @@ def refit(estimator, params, train):
   shift[-1, :-1] = mean  # the estimator's features have the mean 0
   start = whitening.unwhiten(model, params, whitening.Whitening(jnp.asarray(shift)))
   fit = lbfgs.minimise(model, start, rows, progress=False, **SETTINGS)
-  estimator.params_, estimator.objective_ = fit.params, fit.objective
+  estimator.params_ = fit.params
+  estimator.objective_ = fit.objective
   return estimator
 
 
@@ -304,7 +309,9 @@ def predicted_share(row):
 
   DET has paid its own price for W. What else it lacks to the truth is what the noise is worth.
   """
-  k, d, num_rows = row['k'], row['d'], row['k'] * row['n']
+  k = row['k']
+  d = row['d']
+  num_rows = row['k'] * row['n']
   noise = (('num_factors', row['r']),)
   noise_dim = Model(row['head'], k, row['link'], noise=noise).make_head().unpadded_noise_dim(d)  # Q
   possible = row['nll_det'] - row['nll_true']
@@ -352,7 +359,8 @@ def compare_truths(rows):
 
 def compare_rules(rows):
   """Prints the gain with the C_noise that `choose` takes, and with that of the least NLL."""
-  table, rows = [], [row for row in rows if row['grid']]
+  table = []
+  rows = [row for row in rows if row['grid']]
   for head, n in sorted({(row['head'], row['n']) for row in rows if row['head'] in CLASSIFIERS}):
     found = [row for row in rows if (row['head'], row['n']) == (head, n)]
     rule = [row['gain'] for row in found]
@@ -389,11 +397,13 @@ def draw_map(rows, path):
   panels = figure.subplots(len(links), len(heads), squeeze=False, sharex=True, sharey=True)
   columns = [(*n, *noise) for n, noise in itertools.product(ns, noises)]
   for (i, link), (j, head) in itertools.product(enumerate(links), enumerate(heads)):
-    ax, cells = panels[i, j], np.full((len(sizes), len(columns)), np.nan)
+    ax = panels[i, j]
+    cells = np.full((len(sizes), len(columns)), np.nan)
     for at in np.ndindex(cells.shape):
       (d, k), (n, noise) = sizes[at[0]], columns[at[1]]
       if found := means.get(('het_xl', *head, *link, k, d, MAP_FACTORS, noise, n)):
-        gain, cells[at] = found['gain'], found['share']
+        gain = found['gain']
+        cells[at] = found['share']
         weight = 'bold' if gain is not None and abs(gain) > 2 * found['stderr'] else 'normal'
         text = '–' if gain is None else f'{100 * cells[at]:.0f}'.replace('-0', '0')
         color = 'white' if abs(cells[at]) > 0.6 else 'black'

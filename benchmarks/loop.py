@@ -97,7 +97,9 @@ class Alternate(actions.BaseAction):
   """After every turn of the loop, takes one of the bare step; `turns` has both's seconds a step."""
 
   def __init__(self, period, batch, trainers):
-    self._period, self._batch, self._trainers = period, batch, trainers
+    self._period = period
+    self._batch = batch
+    self._trainers = trainers
     self._state = self._resumed = self._step = None
     self.turns = []
 
@@ -132,7 +134,8 @@ def measure(args, size):
       super().__init__(**kwargs)
       trainers.append(self)
 
-  partitioner, cfg = partitioning.PjitPartitioner(), SIZES[size]
+  partitioner = partitioning.PjitPartitioner()
+  cfg = SIZES[size]
   host = next(NoiseIterator(cfg, partitioner.batch_rows(cfg.batch_size)))
   batch = partitioner.shard_batch(host, cfg.batch_size)
   alternate = Alternate(args.period, batch, trainers)

@@ -66,7 +66,8 @@ PROBLEMS = {
 def fitted(head, settings, train, **start):
   """The estimator, CPU seconds, and whether the fit has converged."""
   CLASSIFIERS[head](**settings, max_iter=2).fit(*train, **start)  # compiles
-  estimator, cpu = CLASSIFIERS[head](**settings), time.process_time()
+  estimator = CLASSIFIERS[head](**settings)
+  cpu = time.process_time()
   with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter('always', ConvergenceWarning)
     estimator.fit(*train, **start)

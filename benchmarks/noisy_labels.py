@@ -85,9 +85,17 @@ KINDS = ('next', 'rate', 'rate_any', 'uniform', 'pairs')
 FILES = {**dict.fromkeys(PEOPLE, 'cifar10_human.npz'), 'omniglot': 'omniglot28.npz'}
 POINT = ('kind', 'share', 'n', 'k', 'd', 'gumbel', 'hidden')
 COLUMNS = (
-  *('nll', 'clean_accuracy', 'clean_accuracy_location', 'best_accuracy', 'auroc'),
-  *('average_precision', 'average_precision_predictive'),
-  *('truth_nll_location', 'truth_ece', 'truth_ece_location', 'gradient'),
+  'nll',
+  'clean_accuracy',
+  'clean_accuracy_location',
+  'best_accuracy',
+  'auroc',
+  'average_precision',
+  'average_precision_predictive',
+  'truth_nll_location',
+  'truth_ece',
+  'truth_ece_location',
+  'gradient',
 )
 TO_DET = {'accuracy - DET': 'clean_accuracy_location', 'auroc - DET': 'auroc'}  # of the same rows
 PRINTED = (*COLUMNS, *TO_DET)
@@ -173,14 +181,16 @@ def grid():
 def draw(problem, seed):
   rng = np.random.default_rng(seed)
   sizes = np.cumsum([problem.n, max(500, problem.n // 4)])
-  num_rows, d = sizes[-1] + NUM_TEST, problem.d + problem.hidden
+  num_rows = sizes[-1] + NUM_TEST
+  d = problem.d + problem.hidden
   x = rng.normal(size=(num_rows, d))
   w = rng.normal(size=(d, problem.k)) * SIGNAL * d**-0.5
   truth = (x @ w + problem.gumbel * rng.gumbel(size=(num_rows, problem.k))).argmax(axis=1)
   seen = x[:, : problem.d]
   y = moved(rng, problem.kind, problem.share, seen, truth)
   parts = _fitted_classes(np.split(np.arange(num_rows), sizes), seen, y, truth)
-  p, draws = 0.0, BAYES_DRAWS if problem.hidden else 1
+  p = 0.0
+  draws = BAYES_DRAWS if problem.hidden else 1
   for _ in range(draws):
     unseen = rng.normal(size=(NUM_TEST, problem.hidden))
     whole = np.concatenate([seen[-NUM_TEST:], unseen], axis=1)
@@ -196,13 +206,15 @@ def _fitted_classes(parts, x, y, truth):
     if all(known[rows].all() for rows in parts):
       break
     parts = [rows[known[rows]] for rows in parts]
-  y, truth = np.searchsorted(classes, y), np.searchsorted(classes, truth)
+  y = np.searchsorted(classes, y)
+  truth = np.searchsorted(classes, truth)
   return (tuple(a[rows] for rows in parts) for a in (x.astype(np.float32), y, truth))
 
 
 def of_people(kind, args, seed):
   """Data of people's labels, or of Omniglot's characters with 30% of the labels moved."""
-  is_omniglot, rng = kind == 'omniglot', np.random.default_rng(seed)
+  is_omniglot = kind == 'omniglot'
+  rng = np.random.default_rng(seed)
   given = args.features[is_omniglot], args.data / FILES[kind], seed
   features, y, truth = people('label' if is_omniglot else kind, *given)
   if is_omniglot:
@@ -363,7 +375,8 @@ def audited(data, starts):
   rows = np.flatnonzero(np.bincount(y)[y] >= settings.folds)  # others keep their labels
   found = of_files.audit(x[rows], y[rows], settings)
   y[rows] = np.where(found.kind == 'wrong', found.suggested, y[rows])
-  t, fits = np.eye(data.num_classes), []
+  t = np.eye(data.num_classes)
+  fits = []
   t[np.ix_(found.ids, found.ids)] = found.confusions
   for c in CS:
     estimator = CLASSIFIERS['det'](C=c, target='probabilities', **SETTINGS)
@@ -416,7 +429,8 @@ def of_location(fit, y, truth):
 
 def detection(p, y, truth):
   """How well 1 - p [N, K] of the label tells wrong labels; None where there are none."""
-  is_wrong, score = y != truth, 1 - of_labels(p, y)
+  is_wrong = y != truth
+  score = 1 - of_labels(p, y)
   measures = {'auroc': roc_auc_score, 'average_precision': average_precision_score}
   some = is_wrong.any()
   return {name: float(of(is_wrong, score)) if some else None for name, of in measures.items()}
@@ -424,8 +438,10 @@ def detection(p, y, truth):
 
 def measure(data, methods):
   """{method: row}; the other methods need det, which is fitted in any case."""
-  y, truth = data.y[2], data.truth[2]
-  rows, starts = {}, {}
+  y = data.y[2]
+  truth = data.truth[2]
+  rows = {}
+  starts = {}
   for method in dict.fromkeys(['det', *methods]):
     start = time.process_time()
     fits = METHODS[method](data, starts)

@@ -20,7 +20,9 @@ BACKBONES = ('vit_l_32', 'resnet_152')
 HEADS = ('det', 'het', 'het_h', 'het_xl')
 RUN = 'het_plugin/gin/runs/jft4b.gin'
 # B, K and R of the run, and D of the backbones.
-BATCH, CLASSES, FACTORS = 4096, 29_696, 50
+BATCH = 4096
+CLASSES = 29_696
+FACTORS = 50
 DIMS = {'vit_l_32': 1024, 'resnet_152': 2048}
 
 

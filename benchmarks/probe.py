@@ -35,7 +35,9 @@ from sklearn.linear_model import LogisticRegression
 from het_plugin.estimators import CLASSIFIERS
 
 NUM_TEST = 2000
-SIGNAL, NOISE, RANK = 3.0, 2.0, 4
+SIGNAL = 3.0
+NOISE = 2.0
+RANK = 4
 
 
 def problem(truth, num_rows, dim, num_classes, seed=0):
@@ -59,11 +61,13 @@ def problem(truth, num_rows, dim, num_classes, seed=0):
 
 def measure(name, estimator, train, test, **start):
   """One row."""
-  wall, cpu = time.perf_counter(), time.process_time()
+  wall = time.perf_counter()
+  cpu = time.process_time()
   with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter('always', ConvergenceWarning)
     estimator.fit(*train, **start)
-  wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+  wall = time.perf_counter() - wall
+  cpu = time.process_time() - cpu
   x, y = (part[np.isin(test[1], estimator.classes_)] for part in test)  # others have no column
   column = np.searchsorted(estimator.classes_, y)
   log_p = estimator.predict_log_proba(x)[np.arange(len(column)), column]
@@ -93,7 +97,8 @@ def memory_mib():
 @contextlib.contextmanager
 def memory_watched():
   """Gives a list to which `memory_mib` is appended at once, and every 50 ms inside."""
-  found, stop = [memory_mib()], threading.Event()
+  found = [memory_mib()]
+  stop = threading.Event()
 
   def watch():
     while not stop.wait(0.05):
@@ -110,7 +115,8 @@ def memory_watched():
 
 def stream(args):
   """A row per head and number of rows, of features in a file and labels that 32 of them set."""
-  rng, found = np.random.default_rng(0), []
+  rng = np.random.default_rng(0)
+  found = []
   kernel = rng.normal(size=(min(32, args.dim), args.classes)).astype(np.float32)
   labels = []
   with tempfile.NamedTemporaryFile(suffix='.npy') as file:
@@ -121,7 +127,8 @@ def stream(args):
       labels.append((x[:, : len(kernel)] @ kernel).argmax(axis=1).astype(np.int32))
       file.write(x)
     file.flush()
-    x, y = np.load(file.name, mmap_mode='r'), np.concatenate(labels)
+    x = np.load(file.name, mmap_mode='r')
+    y = np.concatenate(labels)
     for head in args.heads:
       for rows in (args.rows // 4, args.rows):
         estimator = CLASSIFIERS[head](args.C, solver='adam', max_iter=1)
@@ -154,10 +161,12 @@ def main():
   if args.stream:
     return stream(args)
   x, y = problem(args.truth, args.rows + NUM_TEST, args.dim, args.classes)
-  train, test = (x[NUM_TEST:], y[NUM_TEST:]), (x[:NUM_TEST], y[:NUM_TEST])
+  train = (x[NUM_TEST:], y[NUM_TEST:])
+  test = (x[:NUM_TEST], y[:NUM_TEST])
   rows = [measure('LogisticRegression', LogisticRegression(C=args.C, max_iter=1000), train, test)]
   rows[0]['times'] = 1.0
-  start, of_det = {}, 0.0
+  start = {}
+  of_det = 0.0
   for head in args.heads:
     noise = {'num_factors': args.factors, 'num_samples': args.samples, 'C_noise': args.C_noise}
     settings = {'C': args.C, 'max_iter': args.iterations}
@@ -168,7 +177,8 @@ def main():
     row['times'] = (row['cpu_seconds'] + of_det) / rows[0]['cpu_seconds']
     rows.append(row)
     if head == 'det':
-      start, of_det = {'start': estimator}, row['cpu_seconds']
+      start = {'start': estimator}
+      of_det = row['cpu_seconds']
     print(row, flush=True)
   report(args.json, rows)
   total = sum(row['cpu_seconds'] for row in rows[1:])

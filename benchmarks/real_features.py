@@ -89,7 +89,8 @@ def glyphs(args, class_set='core'):
   write_images(path, image=(image[keep] + 1) / 2, label=label, split=split)
   tests = {'other images': ('heads', shares_of(label[:, None], len(chosen)))}
   if class_set == 'core':
-    classes, p = classes[keep], p[keep]
+    classes = classes[keep]
+    p = p[keep]
 
     def known(rows):
       shares = np.zeros((len(rows), num_classes))
@@ -132,7 +133,8 @@ def most_confused(source, num_classes, num_chosen):
   np.add.at(taken, (classes[:, :1], classes), p)
   taken += taken.T
   np.fill_diagonal(taken, 0)
-  chosen, pull = [source.info.class_names.index('LATIN CAPITAL LETTER A')], np.zeros(num_classes)
+  chosen = [source.info.class_names.index('LATIN CAPITAL LETTER A')]
+  pull = np.zeros(num_classes)
   while len(chosen) < num_chosen:
     pull += taken[chosen[-1]]
     pull[chosen] = -1.0
@@ -144,7 +146,8 @@ def people(labels, args):
   data = np.load(args.data / FILES[labels])
   path = args.work_dir / 'people' / 'images.npz'
   if not path.exists():
-    ends, jpeg = data['jpeg_offset'], data['jpeg'].tobytes()
+    ends = data['jpeg_offset']
+    jpeg = data['jpeg'].tobytes()
     image = [np.asarray(Image.open(io.BytesIO(jpeg[a:b]))) for a, b in itertools.pairwise(ends)]
     label = np.concatenate([data['worse'], data['label'][50_000:]])
     split = np.repeat(['train', 'heads', 'test'], [30_000, 20_000, 10_000])
@@ -197,7 +200,8 @@ def run_main(main, *flags):
 
 def represent(images, gin_files, bindings, splits, max_rows):
   """{split: representations}, by a backbone that is trained first."""
-  run, folder = images.parent / 'backbone', images.parent / images.stem / 'pre_logits'
+  run = images.parent / 'backbone'
+  folder = images.parent / images.stem / 'pre_logits'
   run_main(
     'train',
     *(f'--gin_file=gin/{file}.gin' for file in gin_files),
@@ -239,7 +243,8 @@ def fit(name, number, fitted, args, features, labels, groups):
       found, _, nll = fit_best(
         head.removesuffix('_tau'),
         [point | common for point in grid],
-        *(train, held_out),
+        train,
+        held_out,
         start=None if head == 'det_tau' else det,
       )
       chosen = {'C': found.C, 'C_noise': getattr(found, 'C_noise', None)}
@@ -277,7 +282,8 @@ def measure(name, args, settings):
     for head, found, seen, chosen in fits:
       settings_of[head].append(chosen)
       for test, (split, shares) in tests.items():
-        x, index = rows[split].features, rows[split].index
+        x = rows[split].features
+        index = rows[split].index
         which = others if split == 'heads' else np.arange(len(x))
         for block in np.array_split(which, 1 + len(which) // BLOCK):
           log_p = found.predict_log_proba(x[block]).astype(float)
@@ -331,7 +337,8 @@ def cross_entropy(shares, log_p, link):
 
 def mean_and_errors(values, name):
   """Mean of [folds, N], NaN where untested, and standard errors over examples and folds."""
-  per_example, per_fold = np.nanmean(values, axis=0), np.nanmean(values, axis=1)
+  per_example = np.nanmean(values, axis=0)
+  per_fold = np.nanmean(values, axis=1)
   return {
     name: float(per_example.mean()),
     f'{name}_stderr': uncertainty.stderr(per_example),

@@ -84,7 +84,8 @@ class Problem:
 
 def train(head, problem, num_steps):
   """Parameters after some steps of Adam."""
-  integrator, optimizer = Integrator(64, sampler='sobol'), optax.adam(1e-2)
+  integrator = Integrator(64, sampler='sobol')
+  optimizer = optax.adam(1e-2)
   rng = np.random.default_rng(1)
   params = jax.jit(head.init)(jax.random.key(0), problem.batch(rng, 1)[0])['params']
 
@@ -105,7 +106,8 @@ def train(head, problem, num_steps):
 
 def measure(args):
   """Rows {head, weights, noise_std, sampler, s, rmse}."""
-  problem, rows = Problem(args), []
+  problem = Problem(args)
+  rows = []
   phi, _ = problem.batch(np.random.default_rng(2), args.batch)
   log_prob = jax.jit(
     lambda integrator, logits, keys: integrator.log_prob(logits, keys), static_argnums=0
@@ -132,7 +134,8 @@ def measure(args):
 
 def measure_principal(args):
   """Rows {noise, m, variance_error, bias, rms, cosine, norm, noise_cosine, noise_norm}."""
-  problem, rows = Problem(args), []
+  problem = Problem(args)
+  rows = []
   head = HetXL(
     args.classes,
     class_multiple=1,

@@ -79,9 +79,13 @@ def compare(args, image, side):
   seconds = time_in_turns((run_ours, run_theirs), (), args.turns, args.clock)
   ours_rate, theirs_rate = (args.batch / x for x in seconds)
   return {
-    **{'project': side.__name__.removesuffix('_side'), 'width': args.width, 'depth': args.depth},
-    **{'batch': args.batch, 'ours_images_per_second': ours_rate},
-    **{'theirs_images_per_second': theirs_rate, 'ratio': ours_rate / theirs_rate},
+    'project': side.__name__.removesuffix('_side'),
+    'width': args.width,
+    'depth': args.depth,
+    'batch': args.batch,
+    'ours_images_per_second': ours_rate,
+    'theirs_images_per_second': theirs_rate,
+    'ratio': ours_rate / theirs_rate,
     'max_difference': float(difference),
   }
 

@@ -17,7 +17,9 @@ from sklearn.model_selection import train_test_split
 
 from het_plugin import HetXL, Integrator, LearnedTemperature, example_keys
 
-STEPS, BATCH, CLASSES = 150, 64, 10
+STEPS = 150
+BATCH = 64
+CLASSES = 10
 
 
 class Classifier(nn.Module):
@@ -37,7 +39,8 @@ def is_decayed(params):
   return traverse_util.unflatten_dict({path: 'temperature' not in path for path in paths})  # (*)
 
 
-model, integrator = Classifier(), Integrator()  # 64 Sobol points (*)
+model = Classifier()
+integrator = Integrator()  # 64 Sobol points (*)
 optimizer = optax.adamw(6e-3, weight_decay=1e-3, mask=is_decayed)
 
 

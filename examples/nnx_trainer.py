@@ -17,7 +17,9 @@ from sklearn.model_selection import train_test_split
 
 from het_plugin.nnx import HetXL, LearnedTemperature, PredictiveLogits
 
-STEPS, BATCH, CLASSES = 150, 64, 10
+STEPS = 150
+BATCH = 64
+CLASSES = 10
 
 
 class Classifier(nnx.Module):

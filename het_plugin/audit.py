@@ -84,7 +84,8 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError(f'--suggest={F.suggest} must end in .npz or .safetensors')
     if F.train:
       _check_suggested(F.suggest, F.train)
-    examples, source = None, F.train
+    examples = None
+    source = F.train
     if F.dataset:
       from het_plugin.evaluation import represent  # imports TensorFlow, which files do not need
       from het_plugin.evaluation.examples import Examples

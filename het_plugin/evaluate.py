@@ -29,8 +29,16 @@ from het_plugin.training import run_files
 from het_plugin.weights import is_weights_file
 
 _AS_GIVEN = (
-  *('checkpoint', 'predictions', 'dataset', 'split', 'ood_dataset', 'ood_split', 'max_examples'),
-  *('batch_size', 'covariance_images', 'homoglyph_examples'),
+  'checkpoint',
+  'predictions',
+  'dataset',
+  'split',
+  'ood_dataset',
+  'ood_split',
+  'max_examples',
+  'batch_size',
+  'covariance_images',
+  'homoglyph_examples',
 )
 
 
@@ -74,8 +82,13 @@ def noise_tests(settings: evaluate.Settings) -> reporting.Report:
   """The report of --noise_test."""
   F = flags.FLAGS
   unused = (
-    *('predictions', 'ood_dataset', 'ood_split', 'save_predictions'),
-    *('covariance_images', 'covariance_index', 'homoglyph_examples'),
+    'predictions',
+    'ood_dataset',
+    'ood_split',
+    'save_predictions',
+    'covariance_images',
+    'covariance_index',
+    'homoglyph_examples',
   )
   command_line.check_unused(unused, '--noise_test')
   configs = [configuration(source, *command_line.gin_settings()) for source in F.checkpoint]

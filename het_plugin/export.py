@@ -45,7 +45,8 @@ def define_flags() -> None:
 
 def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
-    checkpoint, output = flags.FLAGS.checkpoint, flags.FLAGS.output
+    checkpoint = flags.FLAGS.checkpoint
+    output = flags.FLAGS.output
     for name, value in (('checkpoint', checkpoint), ('output', output)):
       if not value:
         raise ValueError(f'--{name} is not set')

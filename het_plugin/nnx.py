@@ -204,7 +204,8 @@ class PredictiveLogits(nnx.Module):
     is_fixed = self.deterministic if deterministic is None else deterministic
     stream = self.rngs if rngs is None else rngs[self.rng_collection]
     key = jax.random.key(0) if is_fixed or stream is None else stream()
-    keys, logits = row_keys(key, phi.shape[0]), self.head(phi)
+    keys = row_keys(key, phi.shape[0])
+    logits = self.head(phi)
     if hasattr(self, '__captures__'):  # inside nnx.capture
       self.sow(nnx.Intermediate, 'gaussian_logits', logits)
       if isinstance(self.integrator, Integrator):

@@ -47,20 +47,23 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
   import gin  # not at the top: het_plugin.config says how to install it
 
-  settings, heads = flags.FLAGS, flags.FLAGS.heads
+  settings = flags.FLAGS
+  heads = flags.FLAGS.heads
   with command_line.one_sentence_errors(argv):
     if unknown := [head for head in heads or [''] if head not in HEADS]:
       raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')
     output_dir = run_files.local_folder('output_dir', settings.output_dir)
     folders = {head: output_dir / head for head in heads}
-    of_heads, texts = {}, []
+    of_heads = {}
+    texts = []
     for head, folder in folders.items():
       files = [settings.run, f'het_plugin/gin/heads/{head}.gin', *settings.gin_file]
       of_heads[head] = trainings.Training(files, settings.gin_bindings, settings.gin_search_paths)
       of_heads[head].parse(folder)
       texts.append(gin.config_str())
     uses.check(settings.gin_bindings, *texts)
-    rows, trained = [], {}
+    rows = []
+    trained = {}
     for number, (head, folder) in enumerate(folders.items(), 1):
       print(f'{HEADS[head]} ({number} of {len(folders)}): compiling and training', flush=True)
       start = time.monotonic()

@@ -63,7 +63,8 @@ def main(argv: Sequence[str]) -> None:
       flags.FLAGS.gin_bindings,
       flags.FLAGS.gin_search_paths,
     )
-    rounds, trials = flags.FLAGS.rounds, flags.FLAGS.trials_per_round
+    rounds = flags.FLAGS.rounds
+    trials = flags.FLAGS.trials_per_round
     studies = [
       temperature.Study(base, output_dir / f'seed_{seed}', seed, grid, rounds, trials)
       for seed in range(flags.FLAGS.replications)
@@ -75,8 +76,11 @@ def main(argv: Sequence[str]) -> None:
         for number, row in enumerate(methods, 1):
           logging.info(
             '=== %s (row %d of %d, replication %d of %d)',
-            *(temperature.ROWS[row].title, number, len(methods)),
-            *(study.seed + 1, len(studies)),
+            temperature.ROWS[row].title,
+            number,
+            len(methods),
+            study.seed + 1,
+            len(studies),
           )
           outcomes[row].append(study.outcome(row))
         report = temperature.make_report(temperature.table(outcomes), output_dir)

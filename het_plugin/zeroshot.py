@@ -21,7 +21,12 @@ from het_plugin.evaluation import zeroshot_report
 from het_plugin.runs.run import TEST_SPLITS
 
 _OF_DATASETS = (
-  *('split', 'templates', 'class_names', 'lower', 'max_examples', 'resize'),
+  'split',
+  'templates',
+  'class_names',
+  'lower',
+  'max_examples',
+  'resize',
   'identical_captions_right',
 )  # flags that replace a data set's own settings
 

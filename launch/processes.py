@@ -20,7 +20,8 @@ from typing import IO
 
 PREEMPTED = 42  # het_plugin.training.exit_codes.PREEMPTED
 WRONG = 2  # a setting is wrong, a folder is in use, or a command cannot be started
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2) on Linux
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36  # prctl(2) on Linux
 _POLL_SECONDS = 0.2
 
 
@@ -102,7 +103,8 @@ class Group:
   def run(self) -> int:
     """Runs all processes to their end and returns the exit code."""
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # in order of ending
-    self._processes, printers = [], []
+    self._processes = []
+    printers = []
     try:
       for environment in self._environments:
         self._processes.append(self._start(environment))
@@ -155,7 +157,9 @@ class Group:
     )
 
   def _watch(self, ended: queue.SimpleQueue[int]) -> int:
-    result, failed, running = 0, False, set(range(len(self._processes)))
+    result = 0
+    failed = False
+    running = set(range(len(self._processes)))
     if self._stop_at is not None:  # the signal came while they were started
       self._tell()
     while running:

@@ -41,8 +41,14 @@ from launch.processes import PREEMPTED, WRONG, Group
 DEFAULT_TRAINING = (
   '--gin_file=het_plugin/gin/runs/digits_smoke.gin',
   '--gin_file=het_plugin/gin/heads/het_xl.gin',
-  *('--gin.vit.width=16', '--gin.vit.depth=1', '--gin.vit.mlp_dim=16', '--gin.vit.num_heads=2'),
-  *('--gin.vit.dropout=0.1', '--gin.BATCH_SIZE=16', '--gin.EVAL_STEPS=2', '--gin.WARMUP_STEPS=0'),
+  '--gin.vit.width=16',
+  '--gin.vit.depth=1',
+  '--gin.vit.mlp_dim=16',
+  '--gin.vit.num_heads=2',
+  '--gin.vit.dropout=0.1',
+  '--gin.BATCH_SIZE=16',
+  '--gin.EVAL_STEPS=2',
+  '--gin.WARMUP_STEPS=0',
 )
 STEPS_PER_ROUND = 12  # more than pass in a round before its signal
 ALL = 'all'
@@ -74,10 +80,16 @@ def started(run_dir: Path, args: argparse.Namespace, total_steps: int) -> Iterat
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
   }
   command = [
-    *(sys.executable, '-m', 'het_plugin.train', *(args.training or DEFAULT_TRAINING)),
+    sys.executable,
+    '-m',
+    'het_plugin.train',
+    *(args.training or DEFAULT_TRAINING),
     f'--gin.PjitPartitioner.num_partitions={math.gcd(2, args.processes * args.devices)}',
-    *(f'--gin.TRAIN_STEPS={total_steps}', '--gin.SAVE_PERIOD=2', '--gin.EVAL_PERIOD=3'),
-    *('--gin.STATS_PERIOD=5', f'--gin.MODEL_DIR={str(run_dir)!r}'),
+    f'--gin.TRAIN_STEPS={total_steps}',
+    '--gin.SAVE_PERIOD=2',
+    '--gin.EVAL_PERIOD=3',
+    '--gin.STATS_PERIOD=5',
+    f'--gin.MODEL_DIR={str(run_dir)!r}',
   ]
   environments = local.environments(
     {**cache, **os.environ}, local.free_port(), args.processes, args.devices
@@ -97,11 +109,13 @@ def started(run_dir: Path, args: argparse.Namespace, total_steps: int) -> Iterat
 
 def wait(run_dir: Path, condition: Any, what: str) -> None:
   """Waits for a condition while the run makes checkpoints."""
-  step, deadline = newest_step(run_dir), time.monotonic() + _LIMIT_SECONDS
+  step = newest_step(run_dir)
+  deadline = time.monotonic() + _LIMIT_SECONDS
   while not condition():
     time.sleep(0.003)
     if newest_step(run_dir) != step:
-      step, deadline = newest_step(run_dir), time.monotonic() + _LIMIT_SECONDS
+      step = newest_step(run_dir)
+      deadline = time.monotonic() + _LIMIT_SECONDS
     if time.monotonic() > deadline:
       raise SoakError(f'{_LIMIT_SECONDS} s after step {step} there is not {what}: {run_dir}.log')
 
@@ -116,7 +130,8 @@ def interrupt(
   this: dict, run_dir: Path, args: argparse.Namespace, total_steps: int, start_seconds: float
 ) -> None:
   """Starts the run, sends the planned signal, and adds to `this` what happened."""
-  began, first = time.monotonic(), newest_step(run_dir)
+  began = time.monotonic()
+  first = newest_step(run_dir)
   with started(run_dir, args, total_steps) as group:
 
     def victims() -> list[int]:
@@ -149,7 +164,8 @@ def compare(reference: Path, run: Path) -> tuple[list[str], dict[str, int]]:
   expected, got = map(reader.read_arrays, folders)
   different = [f'{name} is in one of the checkpoints only' for name in expected.keys() ^ got.keys()]
   for name in expected.keys() & got.keys():
-    a, b = expected[name], got[name]
+    a = expected[name]
+    b = got[name]
     if (a.shape, a.dtype, a.tobytes()) != (b.shape, b.dtype, b.tobytes()):
       different.append(f'{name} differs')
   positions = [reader.read_dataset_state(folder) for folder in folders]
@@ -174,7 +190,10 @@ def soak(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
   planned = plan(args.rounds, round(args.sigterm_share * args.rounds), args.processes, args.seed)
   total_steps = STEPS_PER_ROUND * (len(planned) + 1)
   reference, killed = (folder / name for name in ('reference', 'killed'))
-  history, differences, compared, began = [], [], {}, time.monotonic()
+  history = []
+  differences = []
+  compared = {}
+  began = time.monotonic()
 
   def result(finished: bool = False) -> dict[str, Any]:
     found = {
@@ -182,8 +201,12 @@ def soak(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
       'sigterm_rounds': sum(x['signal'] == 'SIGTERM' for x in history),
       'preempted': sum(x['exit_code'] == PREEMPTED for x in history),
       **compared,
-      **{'mismatches': len(differences), 'differences': differences[:10], 'finished': finished},
-      **{'total_steps': total_steps, 'seconds': time.monotonic() - began, 'history': history},
+      'mismatches': len(differences),
+      'differences': differences[:10],
+      'finished': finished,
+      'total_steps': total_steps,
+      'seconds': time.monotonic() - began,
+      'history': history,
     }
     if args.json is not None:
       args.json.write_text(json.dumps(found, indent=1) + '\n')
@@ -191,7 +214,8 @@ def soak(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
   def train_to_end(run_dir: Path) -> float:
     """Returns the seconds to the first new checkpoint."""
-    start, first = time.monotonic(), newest_step(run_dir)
+    start = time.monotonic()
+    first = newest_step(run_dir)
     with started(run_dir, args, total_steps) as group:
       wait(run_dir, lambda: newest_step(run_dir) > first or group.code is not None, 'another')
       seconds = time.monotonic() - start

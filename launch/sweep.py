@@ -127,7 +127,9 @@ def results(model_dirs: Sequence[str], codes: Sequence[int]) -> list[list[str]]:
   metrics = [name for name in _METRICS if any(name in row for row in found)]
   lines = [
     [
-      *(folder, str(code), reporting.cell(row.get('step'), spec='')),
+      folder,
+      str(code),
+      reporting.cell(row.get('step'), spec=''),
       *(reporting.cell(row.get(name), spec='.4g') for name in metrics),
     ]
     for folder, code, row in zip(model_dirs, codes, found, strict=True)

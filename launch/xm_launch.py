@@ -76,10 +76,17 @@ def local_command(job: sweep.Job) -> list[str]:
   """Training under a supervisor, which lets it save and stop when this process ends."""
   values = flags.FLAGS
   return [
-    *(sys.executable, '-m', 'launch.supervise', f'--folder={job.model_dir}'),
-    *(f'--max_restarts={values.max_restarts}', f'--max_failures={values.max_restarts}'),
-    *(f'--grace_seconds={values.grace_seconds}', '--'),
-    *(sys.executable, *sweep.TRAIN, *job.arguments()),
+    sys.executable,
+    '-m',
+    'launch.supervise',
+    f'--folder={job.model_dir}',
+    f'--max_restarts={values.max_restarts}',
+    f'--max_failures={values.max_restarts}',
+    f'--grace_seconds={values.grace_seconds}',
+    '--',
+    sys.executable,
+    *sweep.TRAIN,
+    *job.arguments(),
   ]
 
 

@@ -202,11 +202,19 @@ def _train_on_digits(tmp_path_factory, head):
   parsing.parse_config(
     ['het_plugin/gin/runs/digits_smoke.gin', f'het_plugin/gin/heads/{head}.gin'],
     [
-      *(f"MODEL_DIR = '{folder}'", 'TRAIN_STEPS = 2', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 2'),
-      *('SAVE_PERIOD = 1', 'BATCH_SIZE = 8', 'EVAL_STEPS = 1'),
+      f"MODEL_DIR = '{folder}'",
+      'TRAIN_STEPS = 2',
+      'WARMUP_STEPS = 0',
+      'EVAL_PERIOD = 2',
+      'SAVE_PERIOD = 1',
+      'BATCH_SIZE = 8',
+      'EVAL_STEPS = 1',
       # Too few for a fit, which takes five times as long to compile.
       *(f'{mode}/Integrator.num_samples = 2' for mode in ('train', 'eval')),
-      *('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2'),
+      'vit.width = 16',
+      'vit.depth = 1',
+      'vit.mlp_dim = 16',
+      'vit.num_heads = 2',
     ],
   )
   _, state = train_from_gin()

@@ -53,7 +53,9 @@ def registered():
 
 @pytest.mark.slow
 def test_a_study_is_trained_once_and_makes_its_table(tmp_path, run_main, monkeypatch, caplog):
-  study, out, copy = tmp_path / 'tiny.gin', tmp_path / 'out', tmp_path / 'copy.json'
+  study = tmp_path / 'tiny.gin'
+  out = tmp_path / 'out'
+  copy = tmp_path / 'copy.json'
   study.write_text(STUDY)
   caplog.set_level('INFO')
   printed = run_main(ablate, study, f'--output_dir={out}', f'--json={copy}')

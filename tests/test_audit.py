@@ -42,7 +42,10 @@ def test_wrong_labels_are_listed_first_and_corrected_in_a_copy(noisy, run_main, 
   files = {name: tmp_path / f'a.{name}' for name in ('csv', 'json', 'html')}
   fixed = tmp_path / 'fixed.npz'
   said = run_main(
-    *(audit, f'--train={path}', f'--suggest={fixed}', *FAST),
+    audit,
+    f'--train={path}',
+    f'--suggest={fixed}',
+    *FAST,
     *(f'--{name}={file}' for name, file in files.items()),
   )
   found = json.loads(files['json'].read_text())
@@ -51,8 +54,14 @@ def test_wrong_labels_are_listed_first_and_corrected_in_a_copy(noisy, run_main, 
   rows = found['rows']
   assert [list(row) for row in rows[:1]] == [
     [
-      *('index', 'label', 'probability', 'wrong', 'suggested', 'kind'),
-      *('label_name', 'suggested_name'),
+      'index',
+      'label',
+      'probability',
+      'wrong',
+      'suggested',
+      'kind',
+      'label_name',
+      'suggested_name',
     ]
   ]
   assert all(row['label_name'] == ('cat', 'dog', 'owl')[row['label']] for row in rows)
@@ -89,10 +98,13 @@ def test_the_page_shows_the_images_of_the_rows(noisy, run_main, tmp_path):
   path, truth, label = noisy
   number = np.arange(1000)  # ids are 7 to 906
   images = np.zeros((1000, 4, 4), np.uint8)
-  images[:, 0, 0], images[:, 0, 1] = number // 256, number % 256
+  images[:, 0, 0] = number // 256
+  images[:, 0, 1] = number % 256
   images[:, 2:] = 255
-  task, page = tmp_path / 'images.npz', tmp_path / 'a.html'
-  labels, split = np.zeros(1000, int), np.array(['train'] * 1000)
+  task = tmp_path / 'images.npz'
+  page = tmp_path / 'a.html'
+  labels = np.zeros(1000, int)
+  split = np.array(['train'] * 1000)
   labels[7:907] = truth
   np.savez(task, image=images, label=labels, split=split, class_name=['cat', 'dog', 'owl'])
   rows = rows_lib.read(str(path))
@@ -129,8 +141,16 @@ def test_a_run_is_represented_and_its_images_shown(digits_det_run, run_main, tmp
   run_dir, _ = digits_det_run
   page = tmp_path / 'a.html'
   run_main(
-    *(audit, f'--checkpoint={run_dir}', '--dataset=digits', '--split=test', '--rounds=2'),
-    *(f'--output_dir={tmp_path}', f'--html={page}', '--folds=2', '--C=1', '--max_iter=20'),
+    audit,
+    f'--checkpoint={run_dir}',
+    '--dataset=digits',
+    '--split=test',
+    '--rounds=2',
+    f'--output_dir={tmp_path}',
+    f'--html={page}',
+    '--folds=2',
+    '--C=1',
+    '--max_iter=20',
   )
   (file,) = tmp_path.rglob('test.safetensors')
   # A command that can be repeated.

@@ -22,13 +22,20 @@ TOWER = ('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads =
 NO_EVALUATION = 'train.train_eval_dataset_cfg = None'
 DET = (*TOWER, 'TRAIN_STEPS = 1', 'BATCH_SIZE = 16', 'WARMUP_STEPS = 0', NO_EVALUATION)
 TINY = (
-  *(*TOWER, 'BATCH_SIZE = 16', 'EVAL_STEPS = 1', 'EVAL_PERIOD = 2', 'SAVE_PERIOD = 1'),
+  *TOWER,
+  'BATCH_SIZE = 16',
+  'EVAL_STEPS = 1',
+  'EVAL_PERIOD = 2',
+  'SAVE_PERIOD = 1',
   *(f'text_transformer.{x}' for x in ('width = 16', 'depth = 1', 'mlp_dim = 16', 'num_heads = 2')),
-  *("TASK_FEATURE_LENGTHS = {'image': 28, 'text': 8}", 'STATS_PERIOD = 1', 'WARMUP_STEPS = 0'),
+  "TASK_FEATURE_LENGTHS = {'image': 28, 'text': 8}",
+  'STATS_PERIOD = 1',
+  'WARMUP_STEPS = 0',
   "warmup_schedule.decay = 'constant'",
   'ZeroShotAction.datasets = (@heldout/ZeroShotDataset(), @pairs/ZeroShotDataset())',
   *(f'{name}/ZeroShotDataset.max_examples = 64' for name in ('heldout', 'pairs')),
-  *('LOCKED = True', "adamw.frozen_params = '^backbone/'"),
+  'LOCKED = True',
+  "adamw.frozen_params = '^backbone/'",
   'CheckpointConfig.restore = @RestoreCheckpointConfig()',
   'RestoreCheckpointConfig.fallback_to_scratch = True',
   'LogitScale.initial_scale = 10.0',  # of HET-XL, and where DET is compared with it

@@ -16,15 +16,22 @@ from het_plugin.data import task_info
 @pytest.mark.slow
 def test_a_report_of_two_checkpoints(run_main, digits_run, tmp_path):
   run_dir, _ = digits_run
-  output, other = tmp_path / 'out', tmp_path / 'other.npz'
+  output = tmp_path / 'out'
+  other = tmp_path / 'other.npz'
   rng = np.random.default_rng(0)
   np.savez(other, image=rng.random((30, 8, 8, 3)), label=np.arange(30))
   printed = run_main(
     evaluate,
-    *(f'--checkpoint={run_dir}', f'--checkpoint={run_dir}/checkpoint_1'),
-    *(f'--ood_dataset=npz:{other}', '--ood_split=train', f'--output_dir={output}'),
-    *('--batch_size=64', '--covariance_index=7,3', '--save_predictions'),
-    *('--gin.eval/Integrator.num_samples=3', f'--json={tmp_path / "rows.json"}'),
+    f'--checkpoint={run_dir}',
+    f'--checkpoint={run_dir}/checkpoint_1',
+    f'--ood_dataset=npz:{other}',
+    '--ood_split=train',
+    f'--output_dir={output}',
+    '--batch_size=64',
+    '--covariance_index=7,3',
+    '--save_predictions',
+    '--gin.eval/Integrator.num_samples=3',
+    f'--json={tmp_path / "rows.json"}',
   )
   assert '359 examples of digits, split test.' in printed and 'difference to the first' in printed
   rows = json.loads((tmp_path / 'rows.json').read_text())
@@ -40,8 +47,11 @@ def test_a_report_of_two_checkpoints(run_main, digits_run, tmp_path):
   page = (output / 'index.html').read_text()
   assert page.count('<img') == 2 + 3 + 4 and '<th scope="col">checkpoint</th>' in page
   assert {x.name for x in output.glob('*.png')} == {
-    *('reliability.png', 'risk_coverage.png'),
-    *('roc_max_prob.png', 'roc_entropy.png', 'roc_mutual_information.png'),
+    'reliability.png',
+    'risk_coverage.png',
+    'roc_max_prob.png',
+    'roc_entropy.png',
+    'roc_mutual_information.png',
     *(f'covariance_het_xl{x}_{i}.png' for x in ('', '_checkpoint_1') for i in (3, 7)),
   }
   assert (output / 'results.txt').read_text().strip() in printed
@@ -106,7 +116,8 @@ def test_the_notes_explain_the_columns_that_are_shown(tmp_path, run_main):
 
 
 def test_a_bounded_choice_of_a_file_is_not_its_first_rows(tmp_path, run_main):
-  file, out = tmp_path / 'p.npz', tmp_path / 'out.json'
+  file = tmp_path / 'p.npz'
+  out = tmp_path / 'out.json'
   np.savez(file, prob=np.tile([0.8, 0.1, 0.1], (60, 1)), label=np.arange(60) // 20)
   run_main(evaluate, f'--predictions={file}', '--max_examples=20', f'--json={out}')
   (row,) = json.loads(out.read_text())
@@ -118,16 +129,23 @@ def test_votes_are_evaluated_as_in_training(digits_run, run_main, tmp_path):
   """A checkpoint, the file of its predictions, and the model's own evaluation agree."""
   run_dir, _ = digits_run
   rng = np.random.default_rng(0)
-  images, labels = rng.random((64, 8, 8, 1)), rng.integers(0, 10, (64, 3))
+  images = rng.random((64, 8, 8, 1))
+  labels = rng.integers(0, 10, (64, 3))
   weight = np.full(labels.shape, 1 / 3, np.float32)
   split = np.array(['train', 'test'] * 32)
   arrays = {'image': images, 'label': labels, 'label_weight': weight, 'split': split}
   np.savez(tmp_path / 'votes.npz', class_name=[str(k) for k in range(10)], **arrays)
-  task, out = f'npz:{tmp_path}/votes.npz', tmp_path / 'out'
+  task = f'npz:{tmp_path}/votes.npz'
+  out = tmp_path / 'out'
   printed = run_main(
     evaluate,
-    *(f'--checkpoint={run_dir}', f'--dataset={task}', '--split=test', '--batch_size=32'),
-    *('--save_predictions', f'--output_dir={out}', '--covariance_images=0'),
+    f'--checkpoint={run_dir}',
+    f'--dataset={task}',
+    '--split=test',
+    '--batch_size=32',
+    '--save_predictions',
+    f'--output_dir={out}',
+    '--covariance_images=0',
   )
   assert 'labels of several people' in printed and 'drawn from their shares' in printed
   (row,) = json.loads((out / 'results.json').read_text())
@@ -156,15 +174,19 @@ def test_accuracy_on_the_true_classes_where_a_task_knows_them(
     out = tmp_path / name
     printed = run_main(
       evaluate,
-      *(f'--checkpoint={run_dir}', '--split=test[:300]', '--covariance_images=0'),
-      *(f'--gin.ClassificationModel.eval_integrator={integrator}', f'--output_dir={out}'),
+      f'--checkpoint={run_dir}',
+      '--split=test[:300]',
+      '--covariance_images=0',
+      f'--gin.ClassificationModel.eval_integrator={integrator}',
+      f'--output_dir={out}',
       '--save_predictions',
     )
     assert 'true classes' in printed and 'clean_accuracy_location' in printed
     (found[name],) = json.loads((out / 'results.json').read_text())
     rows = rows_lib.read(str(out / 'predictions' / 'het_xl.npz'), 'log_prob')
     assert set(rows.columns) <= {'log_prob', 'expected_entropy'}
-    truth, row = rows.index % 10, found[name]['truth']
+    truth = rows.index % 10
+    row = found[name]['truth']
     right = rows.log_prob.argmax(axis=1) == truth
     assert len(truth) == 300 and row['clean_accuracy'] == right.mean()
     assert row['wrong_labels'] == (rows.label != truth).mean()
@@ -217,7 +239,9 @@ def test_settings_that_are_wrong(run_main):
     ('--checkpoint=x', '--save_predictions'): '--save_predictions needs --output_dir',
     ('--checkpoint=x', '--output_dir=gs://b/x'): '--output_dir=gs://b/x must be a local directory',
     (
-      *('--checkpoint=r/a/b', '--checkpoint=r/a_b', '--save_predictions'),
+      '--checkpoint=r/a/b',
+      '--checkpoint=r/a_b',
+      '--save_predictions',
       '--output_dir=y',
     ): '--save_predictions would write those of a/b and a_b to one file',
     ('--checkpoint=x', '--covariance_index=1,-2'): '--covariance_index=1,-2 ',

@@ -17,7 +17,8 @@ def files(tmp_path_factory):
   """{run: (train file, test file)}: pixels of digits, clean and noisy."""
   folder = tmp_path_factory.mktemp('files')
   x, y = load_digits(return_X_y=True)
-  x, y = x[:600].astype(np.float32), y[:600]
+  x = x[:600].astype(np.float32)
+  y = y[:600]
   noisy = x + 6 * np.random.default_rng(0).normal(size=x.shape).astype(np.float32)
   paths = {}
   for run, features in (('clean', x), ('noisy', noisy)):
@@ -41,11 +42,16 @@ def rows_of(path):
 
 
 def test_files(files, run_main, tmp_path):
-  out, page = tmp_path / 'out.json', tmp_path / 'deep' / 'page.html'
+  out = tmp_path / 'out.json'
+  page = tmp_path / 'deep' / 'page.html'
   printed = run_main(
     fewshot,
-    *(*pair(files, 'clean'), *pair(files, 'noisy')),
-    *('--names=clean,noisy', '--shots=1,5', f'--json={out}', f'--html={page}'),
+    *pair(files, 'clean'),
+    *pair(files, 'noisy'),
+    '--names=clean,noisy',
+    '--shots=1,5',
+    f'--json={out}',
+    f'--html={page}',
   )
   lines = printed.strip().splitlines()
   assert lines[0] == 'few-shot accuracy saved'
@@ -127,8 +133,11 @@ def test_all_examples_and_warnings(files, run_main, tmp_path):
   np.savez(tmp_path / 'few.npz', x=train_x[keep], y=train_y[keep])
   printed = run_main(
     fewshot,
-    *(f'--train={tmp_path / "few.npz"}', f'--test={files["clean"][1]}', '--shots=all,5'),
-    *('--l2=heldout', f'--json={tmp_path / "out.json"}'),
+    f'--train={tmp_path / "few.npz"}',
+    f'--test={files["clean"][1]}',
+    '--shots=all,5',
+    '--l2=heldout',
+    f'--json={tmp_path / "out.json"}',
   )
   most = int(np.bincount(train_y[keep]).max())
   rows = rows_of(tmp_path / 'out.json')
@@ -153,10 +162,16 @@ def test_the_splits_of_a_file(files, run_main, tmp_path):
   split = np.repeat(['train', 'test'], [len(train_y), len(test_y)])
   both = {'x': np.concatenate([train_x, test_x]), 'y': np.concatenate([train_y, test_y])}
   np.savez(tmp_path / 'both.npz', **both, split=split)
-  source, out = tmp_path / 'both.npz', tmp_path / 'out.json'
+  source = tmp_path / 'both.npz'
+  out = tmp_path / 'out.json'
   run_main(
-    *(fewshot, f'--train={source}:train', f'--test={source}:test', '--shots=1'),
-    *('--seeds=0', '--l2=1', f'--json={out}'),
+    fewshot,
+    f'--train={source}:train',
+    f'--test={source}:test',
+    '--shots=1',
+    '--seeds=0',
+    '--l2=1',
+    f'--json={out}',
   )
   assert list(rows_of(out)) == [('both', 'saved', 1)]
 
@@ -188,10 +203,15 @@ def test_checkpoints_on_data_sets(digits_run, run_main, tmp_path):
   out = tmp_path / 'out.json'
   printed = run_main(
     fewshot,
-    *(f'--checkpoint={run_dir / "checkpoint_1"}', f'--checkpoint={run_dir}'),
-    *(f'--datasets=digits,mine={tmp_path / "mine.npz"}', '--names=one,two'),
+    f'--checkpoint={run_dir / "checkpoint_1"}',
+    f'--checkpoint={run_dir}',
+    f'--datasets=digits,mine={tmp_path / "mine.npz"}',
+    '--names=one,two',
     '--splits=train[:150],test',
-    *('--shots=5', '--seeds=0,1', '--protocol=vmoe', f'--json={out}'),
+    '--shots=5',
+    '--seeds=0,1',
+    '--protocol=vmoe',
+    f'--json={out}',
   )
   rows = rows_of(out)
   assert set(rows) == {(run, name, 5) for run in ('one', 'two') for name in ('digits', 'mine')}
@@ -228,7 +248,8 @@ def test_a_data_set_that_is_unknown_is_found_before_a_run_is_opened(run_main, mo
 
 
 def test_votes_are_refused(tmp_path):
-  image, label = np.zeros((4, 6, 6, 1), np.uint8), np.tile([0, 1], (4, 1))
+  image = np.zeros((4, 6, 6, 1), np.uint8)
+  label = np.tile([0, 1], (4, 1))
   np.savez(tmp_path / 'votes.npz', image=image, label=label, annotator=np.tile([5, 6], (4, 1)))
   dataset = evaluation_fewshot.FewShotDataset('x', str(tmp_path / 'votes.npz'))
   with pytest.raises(ValueError, match='few-shot needs one label per image'):

@@ -21,7 +21,10 @@ def test_images_of_a_file_and_of_a_folder(digits_run, run_main, tmp_path):
   common = (f'--checkpoint={run_dir}', '--batch_size=64')
   run_main(
     evaluate,
-    *(*common, '--split=test', '--save_predictions', f'--output_dir={tmp_path}'),
+    *common,
+    '--split=test',
+    '--save_predictions',
+    f'--output_dir={tmp_path}',
     '--covariance_images=0',
   )
   expected = rows_lib.read(str(tmp_path / 'predictions/het_xl.npz'), 'log_prob')
@@ -97,7 +100,8 @@ def test_photographs_are_cropped_alike_on_a_machine_without_the_training_data(di
     path = tmp_path / 'photos' / f'class {i}' / f'{i}.png'
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(rng.integers(0, 255, (80, 160), np.uint8)).convert('RGB').save(path)
-  run, found = runs.open_run(digits_run[0]), []
+  run = runs.open_run(digits_run[0])
+  found = []
   for task in (f'{tmp_path}/photos', '/nowhere/photos'):
     run = dataclasses.replace(run, task=task)
     found.append(predict_images(run, f'{tmp_path}/photos/class 3', batch_size=64))

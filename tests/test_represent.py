@@ -69,8 +69,12 @@ def test_digits(digits_run, call, tmp_path):
 
   # Mesh, batch size and format change no result.
   call(
-    *(*common[:2], '--splits=test', f'--output_dir={tmp_path}/other', '--format=npz'),
-    *('--batch_size=40', '--gin.PjitPartitioner.num_partitions=2'),
+    *common[:2],
+    '--splits=test',
+    f'--output_dir={tmp_path}/other',
+    '--format=npz',
+    '--batch_size=40',
+    '--gin.PjitPartitioner.num_partitions=2',
   )
   other = rows_lib.read(str(tmp_path / 'other/digits/pre_logits/test.npz'))
   assert_representations_equal(other, test, atol=1e-5)
@@ -101,10 +105,19 @@ def test_a_head_fitted_to_representations_goes_over_the_backbone(digits_run, cal
   parsing.parse_config(
     ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/det.gin'],
     [
-      *(f"MODEL_DIR = '{tmp_path}/run'", 'TRAIN_STEPS = 1', 'EVAL_PERIOD = 1', 'SAVE_PERIOD = 1'),
-      *('EVAL_BATCH_SIZE = 40', 'EVAL_STEPS = 9'),
-      *('WARMUP_STEPS = 0', 'LEARNING_RATE = 1e-12', 'WEIGHT_DECAY = 0.0', 'BATCH_SIZE = 8'),
-      *('warmup_schedule.init_value = 0.0', 'warmup_schedule.end_value = 0.0', *TINY),
+      f"MODEL_DIR = '{tmp_path}/run'",
+      'TRAIN_STEPS = 1',
+      'EVAL_PERIOD = 1',
+      'SAVE_PERIOD = 1',
+      'EVAL_BATCH_SIZE = 40',
+      'EVAL_STEPS = 9',
+      'WARMUP_STEPS = 0',
+      'LEARNING_RATE = 1e-12',
+      'WEIGHT_DECAY = 0.0',
+      'BATCH_SIZE = 8',
+      'warmup_schedule.init_value = 0.0',
+      'warmup_schedule.end_value = 0.0',
+      *TINY,
       'CheckpointConfig.restore = @RestoreCheckpointConfig()',
       f"RestoreCheckpointConfig.path = '{start}'",
     ],
@@ -119,8 +132,13 @@ def test_a_head_fitted_to_representations_goes_over_the_backbone(digits_run, cal
 
 def test_bounded_pooled_and_stored_in_half(digits_run, call, tmp_path):
   rows, _ = call(
-    *(f'--checkpoint={digits_run[0]}', f'--output_dir={tmp_path}', '--layers=patches'),
-    *('--dataset=digits', '--splits=train', '--max_examples=100', '--pool=none'),
+    f'--checkpoint={digits_run[0]}',
+    f'--output_dir={tmp_path}',
+    '--layers=patches',
+    '--dataset=digits',
+    '--splits=train',
+    '--max_examples=100',
+    '--pool=none',
     '--dtype=bfloat16',
   )
   assert (rows[0]['num_examples'], rows[0]['dim']) == (100, 4 * 16)
@@ -138,12 +156,17 @@ def test_images_of_ones_own(digits_run, call, tmp_path):
   layer = {'pre_logits/kernel': np.ones((16, 12)), 'pre_logits/bias': np.ones(12)}
   weights.write_arrays(tmp_path / 'with_layer.npz', {**arrays, **layer})
   common = (
-    *(f'--checkpoint={tmp_path}/vit.npz', '--gin.BACKBONE=@vit()', "--gin.vit.variant='Ti/4'"),
-    *("--gin.vit.pooling='gap'", *(f'--gin.{x.replace(" ", "")}' for x in TINY)),
-    *('--gin.IMAGE_SIZE=8', f'--output_dir={tmp_path}/out'),
+    f'--checkpoint={tmp_path}/vit.npz',
+    '--gin.BACKBONE=@vit()',
+    "--gin.vit.variant='Ti/4'",
+    "--gin.vit.pooling='gap'",
+    *(f'--gin.{x.replace(" ", "")}' for x in TINY),
+    '--gin.IMAGE_SIZE=8',
+    f'--output_dir={tmp_path}/out',
   )
   rng = np.random.default_rng(0)
-  images, labels = rng.integers(0, 256, (30, 8, 8), np.uint8), np.arange(30) % 3
+  images = rng.integers(0, 256, (30, 8, 8), np.uint8)
+  labels = np.arange(30) % 3
   split = np.array(['a', 'b', 'b'] * 10)
   np.savez(tmp_path / 'birds.npz', image=images, label=labels, split=split)
   rows, _ = call(*common, f'--dataset={tmp_path}/birds.npz')
@@ -180,7 +203,8 @@ def test_images_of_ones_own(digits_run, call, tmp_path):
 
 def test_arrays_made_elsewhere(call, tmp_path):
   rng = np.random.default_rng(0)
-  features, labels = rng.normal(size=(6, 4)), np.arange(6) % 3
+  features = rng.normal(size=(6, 4))
+  labels = np.arange(6) % 3
   np.save(tmp_path / 'x.npy', features)
   np.save(tmp_path / 'y.npy', labels)
   common = (f'--arrays={tmp_path}/x.npy,{tmp_path}/y.npy', f'--output_dir={tmp_path}/out')

@@ -21,7 +21,8 @@ def runs(tmp_path_factory):
   folder = tmp_path_factory.mktemp('runs')
   rng = np.random.default_rng(0)
   x, y = load_digits(return_X_y=True)
-  x, y = x[:500], y[:500].astype(np.int32)
+  x = x[:500]
+  y = y[:500].astype(np.int32)
   for name, noise in NOISE.items():
     (folder / name).mkdir()
     noisy = (x + noise * rng.normal(size=x.shape)).astype(np.float32)
@@ -62,7 +63,10 @@ def load(path):
 def test_knn_table_plot_and_page(runs, run, tmp_path):
   png, html = (tmp_path / 'deep' / f'knn.{kind}' for kind in ('png', 'html'))
   text, found = run(
-    *('knn', '--k=1,5', f'--png={png}', f'--html={html}'),
+    'knn',
+    '--k=1,5',
+    f'--png={png}',
+    f'--html={html}',
     *(f'--train={runs / name / "train.npz"}' for name in NOISE),
   )
   lines = text.splitlines()
@@ -78,8 +82,11 @@ def test_knn_table_plot_and_page(runs, run, tmp_path):
 def test_rank_keeps_the_best(runs, run):
   _, found = run(
     'rank',
-    *(files(runs, 'train', 'train.npz', reversed(NOISE)), '--shots=1,5', '--seeds=0,1'),
-    *(files(runs, 'test', 'test.npz', reversed(NOISE)), '--keep=2'),
+    files(runs, 'train', 'train.npz', reversed(NOISE)),
+    '--shots=1,5',
+    '--seeds=0,1',
+    files(runs, 'test', 'test.npz', reversed(NOISE)),
+    '--keep=2',
   )
   rows = found['rows']
   assert [row['candidate'] for row in rows] == list(NOISE)
@@ -94,8 +101,13 @@ def test_rank_keeps_the_best(runs, run):
 
 def test_rank_keeping_all_measures_the_proxy(runs, run, tmp_path):
   text, found = run(
-    *('rank', '--keep=all', '--shots=5', '--seeds=0', f'--png={tmp_path / "rank.png"}'),
-    *(files(runs, 'train', 'train.npz'), files(runs, 'test', 'test.npz')),
+    'rank',
+    '--keep=all',
+    '--shots=5',
+    '--seeds=0',
+    f'--png={tmp_path / "rank.png"}',
+    files(runs, 'train', 'train.npz'),
+    files(runs, 'test', 'test.npz'),
   )
   assert found['agreement'] == {'5': {'kendall_tau': 1.0, 'regret': [0.0, 0.0, 0.0]}}
   assert "5 shots: Kendall's tau 1.000; regret of keeping the best 1, 2, ...: 0.000" in text

@@ -107,7 +107,10 @@ def test_a_softmax_is_predict_with_shared_draws(
 ):
   folder = tmp_path / kind
   settings = (
-    *(f'--checkpoint={digits_run[0]}', f'--output={folder}', f'--format={kind}', '--entropies'),
+    f'--checkpoint={digits_run[0]}',
+    f'--output={folder}',
+    f'--format={kind}',
+    '--entropies',
     '--gin.eval/Integrator.num_samples=64',
   )
   assert 'image [None, 8, 8, 1] -> entropy [None]' in run_main(export, *settings)
@@ -154,7 +157,8 @@ def features_run(rows, tmp_path_factory):
 @NEEDS_ONNX
 @pytest.mark.slow
 def test_a_sigmoid_on_features_is_predict(features_run, rows, run_main, tmp_path):
-  x, folder = rows[1], tmp_path / 'onnx'
+  x = rows[1]
+  folder = tmp_path / 'onnx'
   run_main(export, f'--checkpoint={features_run}', f'--output={folder}', '--format=onnx')
   found = served(folder, 'onnx', x, tmp_path)
   assert set(found) == {'probabilities'}
@@ -191,7 +195,8 @@ def test_a_saved_model_has_the_class_names(rows, tmp_path):
 
 @NEEDS_ONNX
 def test_what_cannot_be_exported(digits_run, features_run, run_main, tmp_path, monkeypatch):
-  run, out = f'--checkpoint={digits_run[0]}', tmp_path / 'out'
+  run = f'--checkpoint={digits_run[0]}'
+  out = tmp_path / 'out'
   command = export, run, f'--output={out}'
   error = run_main(*command, '--format=tflite', code=2)
   assert "format='tflite' is unknown: choose one of stablehlo, saved_model, onnx" in error
@@ -261,7 +266,8 @@ def test_experts_that_route_groups_in_training_serve_any_batch(images, tmp_path)
 @NEEDS_ONNX
 def test_a_program_replaces_a_program_as_a_whole(rows, tmp_path, monkeypatch):
   _, x, y = rows
-  det, folder = estimators.DetClassifier(max_iter=5, tol=1.0).fit(x, y), tmp_path / 'det'
+  det = estimators.DetClassifier(max_iter=5, tol=1.0).fit(x, y)
+  folder = tmp_path / 'det'
   estimators.export(det, folder, 'onnx')
   (tmp_path / '.old.det' / 'left').mkdir(parents=True)  # by an export that was killed
   link = tmp_path / 'link'

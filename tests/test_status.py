@@ -17,10 +17,22 @@ ROOT = Path(__file__).resolve().parents[1]
 def write_facts(folder, number, process, changes):
   now = time.time()
   value = {
-    **{'process': process, 'processes': 2, 'host': f'host-{process}', 'pid': 5, 'beat': 9},
-    **{'began': now - 290, 'time': now, 'total_steps': 400, 'step': 300, 'ticks': 900},
-    **{'start_step': 0, 'phase': 'data', 'seconds': {'compile': 90, 'step': 200}},
-    **{'idle_seconds': 33.0, 'state': 'running', 'message': ''},
+    'process': process,
+    'processes': 2,
+    'host': f'host-{process}',
+    'pid': 5,
+    'beat': 9,
+    'began': now - 290,
+    'time': now,
+    'total_steps': 400,
+    'step': 300,
+    'ticks': 900,
+    'start_step': 0,
+    'phase': 'data',
+    'seconds': {'compile': 90, 'step': 200},
+    'idle_seconds': 33.0,
+    'state': 'running',
+    'message': '',
   }
   attempt = folder / 'attempts' / f'attempt_{number:04d}'
   attempt.mkdir(parents=True, exist_ok=True)

@@ -34,8 +34,13 @@ def parse(head, model_dir, *extra, run='digits_smoke', files=()):
 def train_params(model_dir, head, *extra, files=()):
   """Parameters after four steps on the 2,297 classes of glyphs_core."""
   settings = [
-    *('TRAIN_STEPS = 4', *SHORT, *FEW, 'ACTIONS = None', 'CheckpointConfig.save = None'),
-    *('BATCH_SIZE = 32', 'train/Integrator.order = "project_then_sample"'),
+    'TRAIN_STEPS = 4',
+    *SHORT,
+    *FEW,
+    'ACTIONS = None',
+    'CheckpointConfig.save = None',
+    'BATCH_SIZE = 32',
+    'train/Integrator.order = "project_then_sample"',
   ]
   parse(head, model_dir, *settings, *extra, run='glyphs', files=files)
   return train_from_gin()[1].params
@@ -78,7 +83,8 @@ def test_a_replica_axis_changes_nothing(tmp_path):
 
 def arguments(model_dir, *bindings):
   return [
-    *('--gin_file=het_plugin/gin/runs/digits_smoke.gin', f"--gin.MODEL_DIR='{model_dir}'"),
+    '--gin_file=het_plugin/gin/runs/digits_smoke.gin',
+    f"--gin.MODEL_DIR='{model_dir}'",
     '--gin_file=het_plugin/gin/heads/het_xl.gin',
     *(f'--gin.{binding.replace(" ", "")}' for binding in (*TINY, *bindings)),
   ]
@@ -87,7 +93,8 @@ def arguments(model_dir, *bindings):
 def test_main_trains_stops_on_sigterm_and_goes_on(tmp_path, run_main):
   """Interrupted anywhere and started again, it ends with the metrics of the run that was not."""
   settings = ('TRAIN_STEPS=100', 'EVAL_PERIOD=100', 'SAVE_PERIOD=100', 'STATS_PERIOD=10', *FEW)
-  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+  whole = tmp_path / 'whole'
+  parts = tmp_path / 'parts'
   command = [sys.executable, '-m', 'het_plugin.train', *arguments(parts, *settings)]
   process = subprocess.Popen(
     command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -140,7 +147,12 @@ def test_a_det_run_starts_a_het_xl_model(digits_det_run, tmp_path, run_main, mon
 
   def start(path, *settings, files=()):
     parse(
-      *('het_xl', tmp_path / f'from_{path.name}', 'TRAIN_STEPS = 1', *SHORT, *FEW, *settings),
+      'het_xl',
+      tmp_path / f'from_{path.name}',
+      'TRAIN_STEPS = 1',
+      *SHORT,
+      *FEW,
+      *settings,
       'CheckpointConfig.restore = @RestoreCheckpointConfig()',
       f"RestoreCheckpointConfig.path = '{path}'",
       files=files,

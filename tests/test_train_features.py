@@ -25,7 +25,10 @@ def parse(head, path, model_dir, *extra):
   files = ['het_plugin/gin/runs/features.gin', f'het_plugin/gin/heads/{head}.gin']
   bindings = [
     f"MIXTURE_OR_TASK_NAME = 'features:{path}'",
-    *(f"MODEL_DIR = '{model_dir}'", 'NUM_CLASSES = 5', 'BATCH_SIZE = 512', 'WARMUP_STEPS = 0'),
+    f"MODEL_DIR = '{model_dir}'",
+    'NUM_CLASSES = 5',
+    'BATCH_SIZE = 512',
+    'WARMUP_STEPS = 0',
   ]
   parsing.parse_config(files, [*bindings, *extra])
 
@@ -35,8 +38,10 @@ def run():
 
 
 WHOLE = (
-  *("train/DatasetConfig.split = 'all'", 'train/DatasetConfig.augment = True'),
-  *('train.train_eval_dataset_cfg = None', 'CheckpointConfig.save = None'),
+  "train/DatasetConfig.split = 'all'",
+  'train/DatasetConfig.augment = True',
+  'train.train_eval_dataset_cfg = None',
+  'CheckpointConfig.save = None',
 )
 
 
@@ -65,10 +70,17 @@ def test_a_run_starts_from_a_fitted_head_and_its_head_is_an_estimator(rows, tmp_
   ).fit(x, y)
   estimators.to_checkpoint(fitted, str(tmp_path / 'start.safetensors'))
   parse(
-    *('het_xl', path, tmp_path / 'run', 'TRAIN_STEPS = 1', 'LEARNING_RATE = 1e-12'),
-    *('HetXL.num_factors = 2', 'Mlp.hidden_layers = (8,)', 'WEIGHT_DECAY = 0.0'),
+    'het_xl',
+    path,
+    tmp_path / 'run',
+    'TRAIN_STEPS = 1',
+    'LEARNING_RATE = 1e-12',
+    'HetXL.num_factors = 2',
+    'Mlp.hidden_layers = (8,)',
+    'WEIGHT_DECAY = 0.0',
     'train/Integrator.num_samples = 2',
-    *('HetXL.temperature = @FixedTemperature()', 'FixedTemperature.tau = 1.0'),
+    'HetXL.temperature = @FixedTemperature()',
+    'FixedTemperature.tau = 1.0',
     'warmup_schedule.init_value = 0.0',
     'warmup_schedule.end_value = 0.0',
     'CheckpointConfig.restore = @RestoreCheckpointConfig()',
@@ -89,9 +101,16 @@ def test_an_mlp_under_het_xl_on_a_mesh_is_represented(rows, tmp_path, run_main):
   """Its files have the pre-logits of the MLP; the run is a run of the main."""
   path, x, _ = rows
   bindings = [
-    *(f"MIXTURE_OR_TASK_NAME='features:{path}'", f"MODEL_DIR='{tmp_path}/run'", 'NUM_CLASSES=5'),
-    *('TRAIN_STEPS=3', 'WARMUP_STEPS=0', 'BATCH_SIZE=64', 'Mlp.hidden_layers=(16,)'),
-    *('PjitPartitioner.num_partitions=4', 'HetXL.num_factors=3', 'EVAL_PERIOD=3'),
+    f"MIXTURE_OR_TASK_NAME='features:{path}'",
+    f"MODEL_DIR='{tmp_path}/run'",
+    'NUM_CLASSES=5',
+    'TRAIN_STEPS=3',
+    'WARMUP_STEPS=0',
+    'BATCH_SIZE=64',
+    'Mlp.hidden_layers=(16,)',
+    'PjitPartitioner.num_partitions=4',
+    'HetXL.num_factors=3',
+    'EVAL_PERIOD=3',
     *(f'{mode}/Integrator.num_samples=2' for mode in ('train', 'eval')),
   ]
   files = [f'--gin_file=het_plugin/gin/{x}.gin' for x in ('runs/features', 'heads/het_xl')]
@@ -118,16 +137,27 @@ def test_the_run_of_a_million_classes_learns_without_moments_of_w(tmp_path):
   number = rng.integers(5, size=400)
   x = 2 * rng.normal(size=(5, 16))[number] + 0.5 * rng.normal(size=(400, 16))
   split = np.array(['train'] * 360 + ['validation'] * 40)
-  path, y = tmp_path / 'rows.npz', np.array([3, 700, 1500, 1998, 1999])[number]
+  path = tmp_path / 'rows.npz'
+  y = np.array([3, 700, 1500, 1998, 1999])[number]
   np.savez(path, features=x.astype('f4'), label=y, split=split)
   files = [f'het_plugin/gin/{name}.gin' for name in ('runs/million_classes', 'heads/het_xl')]
   bindings = [
-    *(f"MIXTURE_OR_TASK_NAME = 'features:{path}'", f"MODEL_DIR = '{tmp_path}/run'"),
-    *('NUM_CLASSES = 2000', 'BATCH_SIZE = 32', 'LEARNING_RATE = 0.05'),
-    *('EVAL_STEPS = 1', 'EVAL_BATCH_SIZE = 8', 'PjitPartitioner.num_partitions = 2'),
-    *('train/Integrator.class_tile = 256', 'HetXL.num_factors = 2', 'HetXL.noise_dim = 4'),
+    f"MIXTURE_OR_TASK_NAME = 'features:{path}'",
+    f"MODEL_DIR = '{tmp_path}/run'",
+    'NUM_CLASSES = 2000',
+    'BATCH_SIZE = 32',
+    'LEARNING_RATE = 0.05',
+    'EVAL_STEPS = 1',
+    'EVAL_BATCH_SIZE = 8',
+    'PjitPartitioner.num_partitions = 2',
+    'train/Integrator.class_tile = 256',
+    'HetXL.num_factors = 2',
+    'HetXL.noise_dim = 4',
     *(f'{mode}/Integrator.num_samples = 2' for mode in ('train', 'eval')),
-    *('TRAIN_STEPS = 30', 'STATS_PERIOD = 1', 'EVAL_PERIOD = 30', 'WARMUP_STEPS = 0'),
+    'TRAIN_STEPS = 30',
+    'STATS_PERIOD = 1',
+    'EVAL_PERIOD = 30',
+    'WARMUP_STEPS = 0',
   ]
   parsing.parse_config(files, bindings)
   state = run()

@@ -69,9 +69,15 @@ def test_seeds_in_groups(towers, run_main, tmp_path):
   out = tmp_path / 'out.json'
   printed = run_main(
     zeroshot,
-    *('--group=DET=d/1,d/2', '--group=HET-XL=x/4,x/5', '--group=one=y/7'),
-    *('--checkpoint=z/8', '--names=alone', f'--json={out}', *FEW),
-    *('--dataset=digits,part=digits', '--split=test[:128]'),
+    '--group=DET=d/1,d/2',
+    '--group=HET-XL=x/4,x/5',
+    '--group=one=y/7',
+    '--checkpoint=z/8',
+    '--names=alone',
+    f'--json={out}',
+    *FEW,
+    '--dataset=digits,part=digits',
+    '--split=test[:128]',
   )
   result = json.loads(out.read_text())
   assert 'top1' not in result

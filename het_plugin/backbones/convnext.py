@@ -33,7 +33,8 @@ VERSIONS = ('v1', 'v2')
 # T to XL: section 3 of Liu et al. A, F, P, N and H: appendix A.1 of Woo et al.
 SIZES = {
   **{name: ((2, 2, 6, 2), width) for name, width in {'A': 40, 'F': 48, 'P': 64}.items()},
-  **{'N': ((2, 2, 8, 2), 80), 'T': ((3, 3, 9, 3), 96)},
+  'N': ((2, 2, 8, 2), 80),
+  'T': ((3, 3, 9, 3), 96),
   **{name: ((3, 3, 27, 3), w) for name, w in {'S': 96, 'B': 128, 'L': 192, 'XL': 256}.items()},
   'H': ((3, 3, 27, 3), 352),
 }

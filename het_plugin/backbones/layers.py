@@ -142,7 +142,8 @@ class Norm(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    shape, axes = x.shape[-1:], (self.axis,)
+    shape = x.shape[-1:]
+    axes = (self.axis,)
     scale = param('scale', nn.initializers.ones, shape, axes)
     x = x.astype(jnp.float32)
     if self.kind == 'layer_norm':

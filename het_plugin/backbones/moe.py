@@ -191,7 +191,8 @@ class SparseExperts(nn.Module):
     shape = x.shape[-1], moe.num_experts
     kernel = param('router', init, shape, ('embed', None))
     logits = groups.astype(jnp.float32) @ kernel  # [G, n, E]
-    noisy, std = logits, moe.noise / moe.num_experts
+    noisy = logits
+    std = moe.noise / moe.num_experts
     if noise := moe.noise > 0 and not deterministic:
       noisy += std * jax.random.normal(self.make_rng('dropout'), logits.shape)
     gates = nn.softmax(noisy)
@@ -222,7 +223,8 @@ class SparseExperts(nn.Module):
   def _run(self, groups, weights, slots, capacity, deterministic):
     """Output [G, n, D] of the experts for tokens [G, n, D]."""
     num_groups, n, k = slots.shape
-    num_experts, dim = self.moe.num_experts, groups.shape[-1]
+    num_experts = self.moe.num_experts
+    dim = groups.shape[-1]
     slots = slots.swapaxes(1, 2).reshape(num_groups, k * n)  # all first choices, all second ones
     # Choice in each place, k n where there is none. Gathers by index cost no products; one-hot
     # matrices [n, E C] cost n / (4 D) of the experts' own.
@@ -264,7 +266,8 @@ class SoftExperts(nn.Module):
 def top_k(gates: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   """The k largest gates [G, n, k] and their experts int32 [G, n, k], in order."""
   # lax.top_k is a custom call, which would gather the tokens of all devices.
-  weights, chosen = [], []
+  weights = []
+  chosen = []
   rest = jax.lax.stop_gradient(gates)
   for _ in range(k):
     chosen.append(rest.argmax(-1))
@@ -291,9 +294,11 @@ def assign(
   token = jnp.arange(chosen.shape[1])
   earlier = token < token[:, None]  # [n, n]: the second token goes before the first
   if batch_priority:
-    weight, other = weights[:, :, None, 0], weights[:, None, :, 0]
+    weight = weights[:, :, None, 0]
+    other = weights[:, None, :, 0]
     earlier = (other > weight) | ((other == weight) & earlier)  # [G, n, n]
-  places, used = [], 0
+  places = []
+  used = 0
   for choice in jnp.moveaxis(chosen, -1, 0):  # [G, n]
     same = choice[:, :, None] == choice[:, None, :]
     member = nn.one_hot(choice, num_experts, dtype=jnp.int32)  # [G, n, E]

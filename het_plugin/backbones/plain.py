@@ -90,7 +90,8 @@ def with_axes(variables: Mapping[str, PyTree]) -> dict[str, PyTree]:
     _log.info(
       '%d parameters have no logical axes: %d are sharded like the axis embed, the others are '
       'replicated.',
-      *(len(added), sharded),
+      len(added),
+      sharded,
     )
   return {
     'params': variables['params'],

@@ -95,7 +95,9 @@ class Bottleneck(nn.Module):
     """x [B, H, W, I] -> [B, H / stride, W / stride, 4 width]; drops the residual branch at a rate
     that is not None.
     """
-    before, width, outside = self.version == 'v2', self.width, 4 * self.width
+    before = self.version == 'v2'
+    width = self.width
+    outside = 4 * self.width
 
     def conv(name, features, size, axes, x, stride=1):
       return StandardizedConv(
@@ -111,7 +113,8 @@ class Bottleneck(nn.Module):
       y = nn.relu(norm('norm1', 'embed', x))
       shortcut = y if project else x
     else:
-      y, shortcut = x, x
+      y = x
+      shortcut = x
     if project:
       shortcut = conv('conv_proj', outside, 1, (None, 'embed'), shortcut, self.stride)
       shortcut = shortcut if before else norm('norm_proj', 'embed', shortcut)
@@ -187,7 +190,8 @@ class ResNet(nn.Module):
 
     `train` applies stochastic depth, with the 'dropout' rng.
     """
-    before, intermediates = self.version == 'v2', {}
+    before = self.version == 'v2'
+    intermediates = {}
     size, stride = (7, 2) if self.stem == '7x7_pool' else (3, 1)
     root = StandardizedConv(
       self.width, size, (None, 'embed'), stride, not before, self.dtype, name='conv_root'
@@ -226,9 +230,11 @@ def run_stages(
   to stage. Returns the last output and the outputs of all stages: 'stage1', 'stage2', ...
   """
   rates = drop_path_rates(module.stochastic_depth if train else 0.0, sum(stages))
-  one, outputs = rematerialize(unit, module.remat), {}
+  one = rematerialize(unit, module.remat)
+  outputs = {}
   for stage, units in enumerate(stages):
-    name, shared = f'stage{stage + 1}', {'width': width * 2**stage, **settings}
+    name = f'stage{stage + 1}'
+    shared = {'width': width * 2**stage, **settings}
     (first, *others), rates = rates[:units], rates[units:]
     x = one(stride=2 if stage else 1, **shared, name=f'{name}_unit01')(x, first)
     if module.scan_layers and others:

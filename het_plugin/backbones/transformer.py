@@ -112,7 +112,8 @@ class Attention(nn.Module):
     Returns:
       [B, M, D].
     """
-    s, width = self.settings, x.shape[-1]
+    s = self.settings
+    width = x.shape[-1]
 
     def project(name, x):
       y = Dense(width, ('embed', 'joined_kv'), s.dtype, s.qkv_bias, name=name)(x)
@@ -125,7 +126,8 @@ class Attention(nn.Module):
       return y if rotation is None else rotate(y, *rotation)
 
     q = project('query', x if queries is None else queries)
-    k, v = project('key', x), project('value', x)
+    k = project('key', x)
+    v = project('value', x)
     mask = None if is_token is None else is_token[:, None, None, :]  # [B, 1, 1, N]
     y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=s.causal)
     return Dense(width, ('joined_kv', 'embed'), s.dtype, name='out')(y.reshape(*y.shape[:2], -1))
@@ -209,7 +211,8 @@ class Block(nn.Module):
     if self.moe is None:
       mlp = Mlp(s, name='mlp')
     else:
-      experts, rows = stack_experts(Mlp), ('expert_group', 'length')
+      experts = stack_experts(Mlp)
+      rows = ('expert_group', 'length')
       mlp = self.moe.layer(lambda: experts(s, rows, name='experts'), name='moe')
     x = constrain_tokens(x + residual(mlp(y, deterministic), 'mlp'))
     if s.adapter_dim is not None:
@@ -282,7 +285,8 @@ def prepare_tokens(
   if num_registers:
     init = nn.initializers.normal(0.02)
     registers = param('registers', init, (num_registers, width), (None, 'embed'))
-    first, rest = x[:, :has_class_token], x[:, has_class_token:]
+    first = x[:, :has_class_token]
+    rest = x[:, has_class_token:]
     x = jnp.concatenate([first, repeat(registers), rest], axis=1)  # [B, N, D]
   return nn.Dropout(dropout)(constrain_tokens(x), deterministic=deterministic)
 
@@ -300,10 +304,13 @@ def run_blocks(
   x is [B, N, D]; `is_token` and `rotation` are as for `Attention`, the settings as for `ViT`.
   Returns the last output [B, N, D] and the outputs of all blocks: 'block00', 'block01', ...
   """
-  settings, depth, remat = BlockSettings.of(module), module.depth, module.remat
+  settings = BlockSettings.of(module)
+  depth = module.depth
+  remat = module.remat
   names = [f'block{layer:02d}' for layer in range(depth)]
   rates = drop_path_rates(module.stochastic_depth, depth)
-  with_experts, outputs = moe_layers(moe, depth), {}
+  with_experts = moe_layers(moe, depth)
+  outputs = {}
   looped = min(with_experts, default=depth) if module.scan_layers else 0
   if looped:
     blocks = scan_with_axes(

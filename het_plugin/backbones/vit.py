@@ -272,7 +272,8 @@ class ViT(nn.Module):
       return learned_position(num_tokens, width)
     stored = (self.stored_grid,) * 2
     learned = learned_position(num_prefix + math.prod(stored), width)
-    prefix, patches = learned[:num_prefix], learned[num_prefix:].reshape(*stored, width)
+    prefix = learned[:num_prefix]
+    patches = learned[num_prefix:].reshape(*stored, width)
     resized = jax.image.resize(patches, (*grid, width), 'bilinear')  # the same at stored_grid
     return jnp.concatenate([prefix, resized.reshape(-1, width)])
 

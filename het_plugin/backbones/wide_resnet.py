@@ -116,7 +116,8 @@ class WideResNet(nn.Module):
     x = root(image)
     intermediates = {'root': x}
     settings = {'dropout': self.dropout, 'deterministic': not train, 'dtype': self.dtype}
-    stages, width = (self.units,) * 3, 16 * self.factor
+    stages = (self.units,) * 3
+    width = 16 * self.factor
     x, outputs = run_stages(self, x, BasicUnit, stages, width, train, **settings)
     intermediates |= outputs
     x = nn.relu(GroupNorm('embed', num_groups=_NUM_GROUPS, name='norm')(x))

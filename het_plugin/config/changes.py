@@ -55,7 +55,8 @@ def _applies(key: str, places: Iterable[_Place]) -> bool:
 
 def _reached(config: Mapping[str, Any], keys: Iterable[str]) -> set[_Place]:
   """The configurables that the values of these bindings refer to, directly or indirectly."""
-  reached, new = set(), {place for key in keys for place in _references(config[key])}
+  reached = set()
+  new = {place for key in keys for place in _references(config[key])}
   while new:
     reached |= new
     new = {
@@ -118,7 +119,9 @@ def changes(before: str, after: str) -> list[Change]:
   (was, macros_before), (now, macros_after) = map(statements.parse, (before, after))
 
   def name(key: str) -> str:
-    left, right, found = was.get(key), now.get(key), key
+    left = was.get(key)
+    right = now.get(key)
+    found = key
     while isinstance(left, statements.Macro) and left == right:
       found, left, right = left.name, macros_before.get(left.name), macros_after.get(left.name)
     return found
@@ -126,7 +129,9 @@ def changes(before: str, after: str) -> list[Change]:
   sides = (old, _harmless(before, old)), (new, _harmless(after, new))
   found = [
     Change(
-      *(key, old.get(key, UNSET), new.get(key, UNSET)),
+      key,
+      old.get(key, UNSET),
+      new.get(key, UNSET),
       # A binding is harmless only if it is so in every configuration that has it.
       changes_results=any(key in config and key not in harmless for config, harmless in sides),
       name=name(key),
@@ -220,6 +225,9 @@ def config_file(checkpoint: epath.Path, step: int) -> epath.Path:
       more = f' and {len(others) - _NAMED} more' if len(others) > _NAMED else ''
       _log.warning(
         '%s was not trained with %s (%s%s). Is it a checkpoint of another run?',
-        *(checkpoint, file, '; '.join(others[:_NAMED]), more),
+        checkpoint,
+        file,
+        '; '.join(others[:_NAMED]),
+        more,
       )
   return file

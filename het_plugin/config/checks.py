@@ -78,7 +78,8 @@ def _hints(annotated: Any) -> dict[str, Any]:
 
 def _mismatch(value: Any, hint: Any) -> str | None:
   """What a value must be instead; None if it fits or if only the run can tell."""
-  origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+  origin = typing.get_origin(hint)
+  arguments = typing.get_args(hint)
   if isinstance(value, statements.Macro) or getattr(value, 'called', False):
     return None
   if origin is typing.Annotated:

@@ -103,8 +103,10 @@ def initialize() -> None:
     timer.cancel()
   _log.info(
     'Process %d of %d: %d of %d devices.',
-    *(jax.process_index(), jax.process_count()),
-    *(jax.local_device_count(), jax.device_count()),
+    jax.process_index(),
+    jax.process_count(),
+    jax.local_device_count(),
+    jax.device_count(),
   )
 
 
@@ -170,7 +172,8 @@ def cluster(environment: Mapping[str, str], platforms: str | None) -> str | None
     return None
   hosts = environment.get('TPU_PROCESS_ADDRESSES', environment.get('TPU_WORKER_HOSTNAMES'))
   if hosts is not None:
-    count, slices = len(hosts.split(',')), int(environment.get('MEGASCALE_NUM_SLICES', '1'))
+    count = len(hosts.split(','))
+    slices = int(environment.get('MEGASCALE_NUM_SLICES', '1'))
     return f'{slices} TPU slices of {count} hosts' if count * slices > 1 else None
   # Importing jax sets this if it finds no chip; users set it to forbid queries of the metadata.
   return None if 'TPU_SKIP_MDS_QUERY' in environment else 'the metadata of a TPU VM'

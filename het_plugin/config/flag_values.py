@@ -44,7 +44,9 @@ def split_values(text: str) -> list[str]:
 
   Values stay source text, as gin reads it: True remains True and strings keep their quotes.
   """
-  values, depth, start = [], 0, 0
+  values = []
+  depth = 0
+  start = 0
   try:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
       depth += (token.string in ('(', '[', '{')) - (token.string in (')', ']', '}'))

@@ -85,7 +85,9 @@ class _Names:
   """The objects that gin finds under the names of a configuration."""
 
   def __init__(self, file: str, given: Collection[str], is_dynamic: bool):
-    self._file, self._given, self._is_dynamic = file, given, is_dynamic
+    self._file = file
+    self._given = given
+    self._is_dynamic = is_dynamic
     self._modules = {}  # by the names that the file has for them
     rooms = (*registry.MODEL_ROOMS, *registry.TRAINER_ROOMS)
     self._ours = {gin.get_configurable(name) for name in registry.full_names(*rooms)}

@@ -49,7 +49,8 @@ def statements(text: str) -> Iterator[tuple[str | None, Any]]:
 
 def parse(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
   """({'scope/configurable.parameter': value}, {macro: value}); references are not resolved."""
-  bound, macros = {}, {}
+  bound = {}
+  macros = {}
   for key, statement in statements(text):
     if key is not None:
       (bound if statement.arg_name else macros)[key] = statement.value

@@ -90,7 +90,8 @@ def of(text: str, called: Sequence[str] = ()) -> Uses:
     by_name.setdefault(name, {}).setdefault(parameter, {})[scope] = key
     if name not in ours:
       pending.add((scope, name))
-  used, places = set(), set()
+  used = set()
+  places = set()
 
   def follow(value: Any, at: str) -> Iterator[_Place]:
     """The calls that a value leads to in a scope."""

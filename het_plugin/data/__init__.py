@@ -6,8 +6,14 @@ import importlib
 _MODULES = {
   'held_out': ('HeldOutDatasetConfig', 'get_dataset_with_held_out'),
   'pipeline': (
-    *('BatchIterator', 'DatasetConfig', 'classification_info', 'element_spec', 'get_dataset'),
-    *('one_pass', 'task_info', 'total_steps'),
+    'BatchIterator',
+    'DatasetConfig',
+    'classification_info',
+    'element_spec',
+    'get_dataset',
+    'one_pass',
+    'task_info',
+    'total_steps',
   ),
   'sources': ('ImageTextInfo', 'TaskInfo'),
   'seqio_task': ('ImageFeatureConverter', 'ImageTextFeatureConverter'),

@@ -11,7 +11,8 @@ from het_plugin.data import counter_random
 if TYPE_CHECKING:  # seqio imports TensorFlow, which labels do not need
   import seqio
 
-PADDING, END = 0, 1  # seqio's token ids, the same in all supported vocabularies
+PADDING = 0
+END = 1  # seqio's token ids, the same in all supported vocabularies
 LABEL_FIELDS = 'label_weight', 'weight', 'annotator'  # what labels may have, see `Labels`
 _CAPTION_STREAM = 2**34  # folded into an example's key
 
@@ -138,11 +139,13 @@ class Captions:
       reason why the example has no text.
     """
     draws = counter_random.fold(keys, _CAPTION_STREAM)
-    ids, problems = [], []
+    ids = []
+    problems = []
     for several, draw in zip(captions, draws.tolist(), strict=True):
       several = [caption for caption in several if caption.strip()]
       caption = several[draw % len(several) if self._at_random else 0] if several else ''
-      tokens, problem = [], 'its caption is missing or empty'
+      tokens = []
+      problem = 'its caption is missing or empty'
       if caption:
         try:
           caption.encode()
@@ -157,7 +160,8 @@ class Captions:
       self._has_cut = True
       logging.getLogger(__name__).warning(
         "Captions are cut to task_feature_lengths['text'] = %d tokens; one has %d and its end.",
-        *(self.length, too_long[0]),
+        self.length,
+        too_long[0],
       )
     return {'text': token_rows(ids, self.length)}, problems
 

@@ -94,7 +94,8 @@ def features_source(source: str) -> ArraySource:
     ValueError: as there, or labels are missing.
   """
   read = rows.read(source)
-  images, names = read.features[:, None, None], read.class_names
+  images = read.features[:, None, None]
+  names = read.class_names
   labels = annotations.with_fields(read.labels, label_weight=read.label_weight)
   path, named = files.partition_source(source)
   if named is None and os.path.isfile(path) and files.split_names(path):

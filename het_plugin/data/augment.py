@@ -54,10 +54,13 @@ class RandAugment:
       case 8:
         return x.rotate(30 * signed, Image.Resampling.BILINEAR)
       case 9 | 10 | 11 | 12:
-        shear, shift = 0.3 * signed, 0.45 * signed
+        shear = 0.3 * signed
+        shift = 0.45 * signed
         matrix = (
-          *((1, shear, 0, 0, 1, 0), (1, 0, 0, shear, 1, 0)),
-          *((1, 0, shift * width, 0, 1, 0), (1, 0, 0, 0, 1, shift * height)),
+          (1, shear, 0, 0, 1, 0),
+          (1, 0, 0, shear, 1, 0),
+          (1, 0, shift * width, 0, 1, 0),
+          (1, 0, 0, 0, 1, shift * height),
         )[operation - 9]
         return x.transform(x.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
     return x
@@ -116,7 +119,8 @@ class CutMix(Mixup):
   ) -> tuple[np.ndarray, float]:
     height, width = image.shape[:2]
     share = np.sqrt(1 - rng.beta(self.alpha, self.alpha))
-    row, column = rng.integers(height), rng.integers(width)
+    row = rng.integers(height)
+    column = rng.integers(width)
     top, bottom = np.clip(np.round(row + share * height * np.array([-0.5, 0.5])), 0, height)
     left, right = np.clip(np.round(column + share * width * np.array([-0.5, 0.5])), 0, width)
     box = slice(int(top), int(bottom)), slice(int(left), int(right))

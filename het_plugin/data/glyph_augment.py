@@ -18,7 +18,10 @@ _MAX_NOISE = 0.08  # standard deviation, where black to white is 1
 _MIN_CONTRAST = 0.5
 
 # Meaning of an example's uniform draws; the first six belong to the affine map.
-_BLUR, _CONTRAST, _NOISE, _LEVEL = 6, 7, 8, 9
+_BLUR = 6
+_CONTRAST = 7
+_NOISE = 8
+_LEVEL = 9
 _NUM_DRAWS = 10
 _NOISE_STREAM = 2**32  # folded into the key; far from the counters of the other draws
 _CHUNK = 64  # examples processed at a time, so that temporaries stay in the cache
@@ -79,10 +82,13 @@ def _inverse_affine(u: np.ndarray, side: int) -> tuple[np.ndarray, ...]:
   aspect = 1 + _MAX_ASPECT * symmetric[:, 2]
   shear = _MAX_SHEAR * symmetric[:, 3]
   shift_y, shift_x = side * _MAX_TRANSLATION * symmetric[:, 4:6].T
-  cos, sin = np.cos(angle), np.sin(angle)
+  cos = np.cos(angle)
+  sin = np.sin(angle)
   # inverse of scale * rotation * [[1, 0], [shear, aspect]] on (y, x)
-  a, b = cos / scale, sin / scale
-  d, e = (-sin / scale - shear * a) / aspect, (cos / scale - shear * b) / aspect
+  a = cos / scale
+  b = sin / scale
+  d = (-sin / scale - shear * a) / aspect
+  e = (cos / scale - shear * b) / aspect
   centre = (side - 1) / 2 + 1
   c = centre - a * shift_y - b * shift_x
   f = centre - d * shift_y - e * shift_x
@@ -99,7 +105,8 @@ def _sample(glyphs: np.ndarray, rows: np.ndarray, affine: tuple[np.ndarray, ...]
   x = (d * grid + f)[:, :, None] + (e * grid)[:, None, :]
   np.clip(y, 0, np.float32(padded - 1.001), out=y)
   np.clip(x, 0, np.float32(padded - 1.001), out=x)
-  row, column = np.floor(y), np.floor(x)
+  row = np.floor(y)
+  column = np.floor(x)
   y -= row
   x -= column
   # The top left pixel's number in its glyph, exact in float32 for sides below 4,096.
@@ -126,7 +133,8 @@ def _sample(glyphs: np.ndarray, rows: np.ndarray, affine: tuple[np.ndarray, ...]
 
 def _blur(images: np.ndarray, weight: np.ndarray) -> np.ndarray:
   """Convolves [B, S, S] along y and x with (weight, 1 - 2 weight, weight), weight [B, 1, 1]."""
-  blurred, weighted = images * (1 - 2 * weight), images * weight
+  blurred = images * (1 - 2 * weight)
+  weighted = images * weight
   blurred[:, 1:] += weighted[:, :-1]
   blurred[:, :-1] += weighted[:, 1:]
   weighted = blurred * weight

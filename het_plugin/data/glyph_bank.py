@@ -28,9 +28,17 @@ from het_plugin.data.locked_cache import locked_cache
 
 # matplotlib ships two more, DejaVu*Display: subsets of a few dozen characters, not used here.
 DEJAVU_FACES = (
-  *('DejaVuSans', 'DejaVuSans-Bold', 'DejaVuSans-BoldOblique', 'DejaVuSans-Oblique'),
-  *('DejaVuSansMono', 'DejaVuSansMono-Bold', 'DejaVuSansMono-BoldOblique'),
-  *('DejaVuSansMono-Oblique', 'DejaVuSerif', 'DejaVuSerif-Bold', 'DejaVuSerif-BoldItalic'),
+  'DejaVuSans',
+  'DejaVuSans-Bold',
+  'DejaVuSans-BoldOblique',
+  'DejaVuSans-Oblique',
+  'DejaVuSansMono',
+  'DejaVuSansMono-Bold',
+  'DejaVuSansMono-BoldOblique',
+  'DejaVuSansMono-Oblique',
+  'DejaVuSerif',
+  'DejaVuSerif-Bold',
+  'DejaVuSerif-BoldItalic',
   'DejaVuSerif-Italic',
 )
 STIX_FACES = ('STIXGeneral', 'STIXGeneralBol', 'STIXGeneralBolIta', 'STIXGeneralItalic')
@@ -106,7 +114,9 @@ def glyph_bank(class_set: str, faces: tuple[str, ...], size: int) -> GlyphBank:
   first = np.concatenate([[0], np.cumsum([len(fs) for fs in owned])])
   pairs = [(face, chr(c)) for c, fs in zip(code_points, owned, strict=True) for face in fs]
   images = np.zeros((len(pairs), size + 2, size + 2), np.uint8)
-  every, blank, lock = np.arange(len(pairs)), np.ones(len(pairs), bool), threading.Lock()
+  every = np.arange(len(pairs))
+  blank = np.ones(len(pairs), bool)
+  lock = threading.Lock()
 
   def draw(rows: np.ndarray = every) -> None:
     with lock:
@@ -153,13 +163,15 @@ def _load_font(face: str, pixels: int) -> ImageFont.FreeTypeFont:
 def _draw_centred(image: np.ndarray, fonts, face: str, character: str) -> None:
   """Draws one character into image uint8 [S, S], in place."""
   side = len(image)
-  em, box = round(_EM * side), round(_BOX * side)
+  em = round(_EM * side)
+  box = round(_BOX * side)
   ink = _ink(fonts(face, em), character)
   while max(ink.shape) > box:
     em = min(em - 1, em * box // max(ink.shape))
     ink = _ink(fonts(face, em), character)
   height, width = ink.shape
-  top, left = (side - height) // 2, (side - width) // 2
+  top = (side - height) // 2
+  left = (side - width) // 2
   image[top : top + height, left : left + width] = ink
 
 

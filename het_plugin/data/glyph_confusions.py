@@ -46,7 +46,8 @@ def lookalikes(class_set: str, faces: tuple[str, ...]) -> Lookalikes:
 def nearest(bank: glyph_bank.GlyphBank, num_candidates: int) -> Lookalikes:
   """The classes nearest to every row of a bank of even side, in the same face."""
   bank.draw()
-  num_rows, side = len(bank.images), bank.images.shape[1] - 2
+  num_rows = len(bank.images)
+  side = bank.images.shape[1] - 2
   blocks = bank.images[:, 1:-1, 1:-1].reshape(num_rows, side // 2, 2, side // 2, 2)
   # Sums of four levels are integers, and so are the products below, so results do not depend on the
   # machine.

@@ -63,7 +63,8 @@ def _read_both(
   group, place = np.divmod(positions, n)
   is_held_out = place == n - 1
   parts = (~is_held_out, group * (n - 1) + place), (is_held_out, group)
-  batch, unreadable = {}, {}
+  batch = {}
+  unreadable = {}
   for number, (read, (rows, own)) in enumerate(zip(readers, parts, strict=True)):
     examples, names = read(own[rows])
     for name, x in examples.items():

@@ -107,7 +107,8 @@ class ImageFolderSource:
     for split, files in self._files.items():
       label = np.full((len(files), width), -1, np.int32)
       label[:, 0] = self._labels[split][:, 0]
-      label_weight, weight = (label >= 0).astype(np.float32), np.ones(len(files), np.float32)
+      label_weight = (label >= 0).astype(np.float32)
+      weight = np.ones(len(files), np.float32)
       annotator = np.full((len(files), width), -1, np.int32)
       for i, file in enumerate(files):
         several = votes.pop(str(file.relative_to(table.parent)), ())
@@ -178,7 +179,8 @@ def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[di
   """The label, as a number, and the other fields of each record of labels.csv, by file."""
   found: dict[str, list[dict[str, Any]]] = {}
   for line, record in table_records(table, ('file', 'label'), LABEL_FIELDS):
-    where, vote = f'{table}, line {line}', {'label': numbers.get(record['label'])}
+    where = f'{table}, line {line}'
+    vote = {'label': numbers.get(record['label'])}
     if vote['label'] is None:
       raise ValueError(f'{where}: label {record["label"]!r} is not a class folder.')
     try:
@@ -285,7 +287,9 @@ def image_files(paths: Sequence[pathlib.Path]) -> list[pathlib.Path]:
   if others := [path for path in others if not path.name.startswith('.')]:
     _log.warning(
       '%d files and folders do not end in %s and are left out, such as %s.',
-      *(len(others), SUFFIXES, min(others)),
+      len(others),
+      SUFFIXES,
+      min(others),
     )
   return sorted(path for path in named if not path.name.startswith('.'))
 
@@ -306,7 +310,8 @@ def _split_by_class(files: dict[str, list[pathlib.Path]]) -> dict[str, dict]:
 
 
 def _captions_file(path: str) -> pathlib.Path:
-  file, where = pathlib.Path(path), f'image_folder_captions:{path}'
+  file = pathlib.Path(path)
+  where = f'image_folder_captions:{path}'
   suffixes = [pathlib.Path(name).suffix for name in CAPTION_FILES]
   if file.is_dir():
     found = [file / name for name in CAPTION_FILES if (file / name).is_file()]

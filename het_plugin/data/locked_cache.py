@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 def locked_cache(function: Callable) -> Callable:
   """functools.cache with a lock: without it, simultaneous calls would all compute the result."""
-  cached, lock = functools.cache(function), threading.Lock()
+  cached = functools.cache(function)
+  lock = threading.Lock()
 
   @functools.wraps(function)
   def call(*args):

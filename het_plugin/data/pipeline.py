@@ -21,7 +21,8 @@ from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 Batch = reader.Batch
 
 PREFETCHED_BATCHES = 3
-_BLOCK, _BLOCK_BYTES = 256, 2**27  # examples, and bytes of images, that a thread reads at a time
+_BLOCK = 256
+_BLOCK_BYTES = 2**27  # examples, and bytes of images, that a thread reads at a time
 _MAX_THREADS = 16  # more would wait for the GIL
 _ENDLESS = 2**48  # batches
 
@@ -337,7 +338,8 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
     seed=cfg.seed,
     num_epochs=cfg.num_epochs or (None if training else 1),
   )
-  num_records, annotations = examples.part.num_records, examples.annotations
+  num_records = examples.part.num_records
+  annotations = examples.annotations
   if cfg.num_epochs is not None and num_records is None:
     raise ValueError(
       f'num_epochs is {cfg.num_epochs}; the split {cfg.split!r} of {task.name} is endless: it must '
@@ -372,7 +374,8 @@ def element_spec(cfg: Any, channels: int) -> dict[str, jax.ShapeDtypeStruct]:
 
   `cfg` is a DatasetConfig, or another with its batch_size and task_feature_lengths.
   """
-  B, side = cfg.batch_size, cfg.task_feature_lengths['image']
+  B = cfg.batch_size
+  side = cfg.task_feature_lengths['image']
   annotation = 'text' if 'text' in cfg.task_feature_lengths else 'label'
   return {
     'image': jax.ShapeDtypeStruct((B, side, side, channels), np.float32),

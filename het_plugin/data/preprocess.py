@@ -106,7 +106,8 @@ class CentralCrop:
     scales = height / before, width / before  # pixels of the image per pixel of the result
     if self.mode == 'aspect':
       scales = (min(scales),) * 2
-      top, left = (height - scales[0] * size) / 2, (width - scales[1] * size) / 2
+      top = (height - scales[0] * size) / 2
+      left = (width - scales[1] * size) / 2
     else:
       top, left = (scale * ((before - size) // 2) for scale in scales)
     box = left, top, left + scales[1] * size, top + scales[0] * size
@@ -140,9 +141,11 @@ def random_box(
   for _ in range(_ATTEMPTS):
     area = height * width * rng.uniform(*area_range)
     aspect = rng.uniform(*aspect_range)
-    w, h = max(round((area * aspect) ** 0.5), 1), max(round((area / aspect) ** 0.5), 1)
+    w = max(round((area * aspect) ** 0.5), 1)
+    h = max(round((area / aspect) ** 0.5), 1)
     if w <= width and h <= height:
-      left, top = rng.integers(width - w + 1), rng.integers(height - h + 1)
+      left = rng.integers(width - w + 1)
+      top = rng.integers(height - h + 1)
       return left, top, left + w, top + h
   return 0, 0, width, height
 

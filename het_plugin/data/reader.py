@@ -18,7 +18,9 @@ from het_plugin.data.sources import ExampleSource
 
 Batch = dict[str, np.ndarray]
 
-_SHUFFLE_STREAM, _PREPROCESS_STREAM, _MIX_STREAM = 1, 2, 3
+_SHUFFLE_STREAM = 1
+_PREPROCESS_STREAM = 2
+_MIX_STREAM = 3
 MAX_CORRUPT_FRACTION = 0.01  # the default, and the limit of tasks under seqio
 _NAMED_RECORDS = 5  # how many unreadable records are named, in warnings and in the error
 
@@ -168,7 +170,8 @@ class ExampleReader:
     return batch, names
 
   def _records(self, positions: np.ndarray) -> np.ndarray:
-    first, num_records = self.part.start, self.part.num_records
+    first = self.part.start
+    num_records = self.part.num_records
     if num_records is None:
       return positions
     epochs, offsets = np.divmod(positions, num_records)

@@ -87,7 +87,8 @@ class SeqioTask(seqio.Task):
     augment = split == sources.TRAIN_SPLIT
     order = {'shuffle': shuffle, 'seed': seed or 0, 'num_epochs': num_epochs}
     examples = self._task.reader(split, lengths, augment=augment, **order)
-    annotations, side = examples.annotations, examples.size
+    annotations = examples.annotations
+    side = examples.size
     corrupt = reader.CorruptRecords(
       examples.part.num_records or 0, reader.MAX_CORRUPT_FRACTION, annotations.noun
     )
@@ -150,7 +151,8 @@ def precision(
     aux_values: from `predict_batch_with_aux`; 'top5' is read, N times [min(5, K)].
   """
   del predictions
-  labels, top = np.asarray(targets), np.asarray(aux_values['top5'])
+  labels = np.asarray(targets)
+  top = np.asarray(aux_values['top5'])
   right = (labels[:, :, None] == top[:, None, :]).any(1)[(labels >= 0).any(1)]  # [n, 5]
   return {
     'precision_at_1': float(right[:, 0].mean()),
@@ -215,10 +217,12 @@ class _ImageConverter(seqio.FeatureConverter):
     self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
   ) -> tf.data.Dataset:
     name = self.ANNOTATION
-    side, length = task_feature_lengths['image'], task_feature_lengths[name]
+    side = task_feature_lengths['image']
+    length = task_feature_lengths[name]
 
     def convert(number, example):
-      image, row = example['image'], example[name]
+      image = example['image']
+      row = example[name]
       missing = length - tf.shape(row)[0]
       padded = tf.pad(row, [[0, missing]], constant_values=self.PADDING)
       return {

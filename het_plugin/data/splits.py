@@ -77,7 +77,8 @@ def resolve(split: str, splits: Mapping[str, int | None], task: str = 'the task'
       f'split is {split!r}; the split {name!r} of {task} has {num_records} records: a slice of it '
       f"is in records ('{name}[:20]', '{name}[-5:]') or in percent ('{name}[10%:20%]')."
     ) from error
-  start, stop = part.from_ or 0, num_records if part.to is None else part.to
+  start = part.from_ or 0
+  stop = num_records if part.to is None else part.to
   if start >= stop:
     raise ValueError(
       f'split is {split!r}, which is empty: records {start} to {stop} of {name!r} of {task}, which '

@@ -71,7 +71,8 @@ class ImageTask:
       ValueError: the split does not exist, or the task cannot make these lengths or augmentations.
     """
     self._check(split, lengths)
-    preprocessors, mixture = self._split_preprocessors(augment, resize), None
+    preprocessors = self._split_preprocessors(augment, resize)
+    mixture = None
     if augment and augmentations is not None:
       preprocessors, mixture = augment_lib.resolve(augmentations)
       converted = (x for x in self.eval_preprocessors if isinstance(x, pp.ToChannels))

@@ -37,7 +37,8 @@ _SHARPNESS = 2  # the power of q; 1 is expectation-maximisation, and classificat
 _TINY = np.finfo(np.float64).tiny  # a label that p and T exclude says nothing
 _SHOWN = 10
 _WORST = 100  # whose truth is counted
-_THUMBNAILS, _THUMBNAILS_OF_PAIR = 24, 8
+_THUMBNAILS = 24
+_THUMBNAILS_OF_PAIR = 8
 
 
 def audit(
@@ -91,7 +92,8 @@ def _audit(features, label, settings, rounds) -> tuple[measure.Audit, int, int]:
   if rounds < 1:
     raise ValueError(f'--rounds={rounds} must be at least 1')
   encoded = targets.encode(inputs.labels_of_rows(features, label), 'classes')
-  classes, y = encoded.classes, encoded.values[:, 0]
+  classes = encoded.classes
+  y = encoded.values[:, 0]
   if len(classes) < 2:
     raise ValueError(f'the labels have {len(classes)} class: an audit needs two or more')
   counts = np.bincount(y).tolist()
@@ -101,7 +103,9 @@ def _audit(features, label, settings, rounds) -> tuple[measure.Audit, int, int]:
       f'--folds={settings.folds} needs at least as many of each class'
     )
   folds = StratifiedKFold(settings.folds, shuffle=True, random_state=settings.seed)
-  of_folds, truth, waited = [settings] * settings.folds, y, 0
+  of_folds = [settings] * settings.folds
+  truth = y
+  waited = 0
   best: list[tuple[measure.Audit, int, int]] = []  # of one round
   with tempfile.TemporaryFile() as of_p, tempfile.TemporaryFile() as of_q:
     for number in range(1, rounds + 1):
@@ -129,7 +133,10 @@ def _write(file, features, truth, splits, of_folds, number):
   Returns the rows in this order, the settings that each fold chose, and the number of fits that
   have not converged.
   """
-  titles, order, chosen, failures = probe.fit_titles(of_folds[0], len(of_folds)), [], [], 0
+  titles = probe.fit_titles(of_folds[0], len(of_folds))
+  order = []
+  chosen = []
+  failures = 0
   if number > 1:
     titles = (f'round {number}, {title}' for title in titles)
   file.seek(0)
@@ -183,7 +190,9 @@ class Listed(Sequence):
     return self._row(self.order[place])
 
   def _row(self, i):
-    found, index, label = self.found, int(self.rows.index[i]), int(self.label[i])
+    found = self.found
+    index = int(self.rows.index[i])
+    label = int(self.label[i])
     suggested = int(found.suggested[i])
     listed = {
       'index': index,
@@ -333,7 +342,8 @@ def _by_truth(listed: Listed, examples: 'Examples') -> dict[str, int] | None:
   info = examples.info
   if not info.knows_truth(examples.whole):
     return None
-  found, label = listed.found, listed.label
+  found = listed.found
+  label = listed.label
   is_wrong = info.true_classes(examples.whole, listed.rows.index) != label
   return {
     'wrong': int(is_wrong.sum()),
@@ -346,7 +356,8 @@ def _galleries(
   listed: Listed, examples: 'Examples', shown: Callable[[int], str]
 ) -> dict[str, reporting.Gallery]:
   """Images of the worst labels, of the most ambiguous ones, and of the most confused pairs."""
-  found, label = listed.found, listed.label
+  found = listed.found
+  label = listed.label
 
   def likely(i):
     return f'{found.wrong[i]:.3f}'

@@ -123,8 +123,10 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       weight = weight * encoded.class_factors(self.class_weight, weight)
       if not weight.any():
         raise ValueError(f'class_weight={self.class_weight} leaves no row a weight above 0')
-    rows, settings = (X, encoded, weight), self._settings()
-    tau, grid = None if isinstance(self.tau, str) else self.tau, None
+    rows = (X, encoded, weight)
+    settings = self._settings()
+    tau = None if isinstance(self.tau, str) else self.tau
+    grid = None
     if self.tau == 'validation':
       make_model = functools.partial(self._model, len(encoded.classes), encoded.link)
       grid = fitting.tau_grid_nll(make_model, *rows, settings)
@@ -134,14 +136,23 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     if self.C_noise == 'auto' and not streams:
       path = fitting.noise_path(model, *rows, settings, start)
       settings = dataclasses.replace(settings, c_noise=path.c_noise)
-      noise_nll, near = path.nll, path.near
+      noise_nll = path.nll
+      near = path.near
     done, mean = fitting.fit(model, *rows, settings, start, near)
     # All at the end: a fit that is interrupted leaves no names of classes beside older parameters.
-    self.classes_, self.target_, self.calibration_ = encoded.classes, encoded.kind, None
-    self.tau_grid_nll_, self.noise_nll_, self.model_, self.mean_ = grid, noise_nll, model, mean
+    self.classes_ = encoded.classes
+    self.target_ = encoded.kind
+    self.calibration_ = None
+    self.tau_grid_nll_ = grid
+    self.noise_nll_ = noise_nll
+    self.model_ = model
+    self.mean_ = mean
     self.C_noise_ = 0.0 if self._head == 'det' else settings.c_noise
-    self.params_, self.n_iter_ = done.params, done.num_iterations
-    self.objective_, self.gradient_, self.gap_ = done.objective, done.gradient, done.gap
+    self.params_ = done.params
+    self.n_iter_ = done.num_iterations
+    self.objective_ = done.objective
+    self.gradient_ = done.gradient
+    self.gap_ = done.gap
     return self
 
   def __sklearn_is_fitted__(self) -> bool:
@@ -251,7 +262,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       sample_weight: [N]; None is 1 for each.
     """
     X, y = self._opened(X, y)
-    y, predicted = inputs.labels_of_rows(X, y), self._predict(X)
+    y = inputs.labels_of_rows(X, y)
+    predicted = self._predict(X)
     if self.target_ == 'indicator':
       y = self._encoded(X, y).values  # numbers; pandas may have objects
     if self.target_ == 'indicator' or y.ndim == 1:
@@ -277,7 +289,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     encoded = self._encoded(X, y)
     if self.calibration_ is None:
       return self._map('nll', X, encoded.values)
-    scores, shares = self._scores(X), encoded.distribution()
+    scores = self._scores(X)
+    shares = encoded.distribution()
     if encoded.kind == 'indicator':
       return (np.logaddexp(0.0, scores) - shares * scores).sum(axis=1)
     return -np.where(shares > 0, shares * scores, 0.0).sum(axis=1)
@@ -382,11 +395,14 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       ValueError: X, y or the method is wrong.
     """
     X, y = self._opened(X, y)
-    encoded, scores = self._encoded(X, y), self._raw_scores(X)
-    shares, link = encoded.distribution(), encoded.link
+    encoded = self._encoded(X, y)
+    scores = self._raw_scores(X)
+    shares = encoded.distribution()
+    link = encoded.link
     order = np.random.default_rng(0).permutation(len(shares))
     half = 0 if method == 'none' else (len(order) + 1) // 2
-    fitted, kept = order[:half], order[half:]
+    fitted = order[:half]
+    kept = order[half:]
     scaling = calibration.fit_scaling(scores[fitted], shares[fitted], link, method)
     found = calibration.Calibration(*scaling, np.zeros(0))
     if encoded.kind == 'classes':
@@ -513,7 +529,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     check_is_fitted(self)
     if self.model_.hidden_layers:
       raise AttributeError('coef_ and intercept_ exist without hidden layers only')
-    head, num_classes = self.params_['head'], len(self.classes_)
+    head = self.params_['head']
+    num_classes = len(self.classes_)
     kernel = head['kernel'].T[:num_classes] / self.temperature_
     bias = head['bias'][:num_classes] / self.temperature_ - kernel @ self.mean_
     if num_classes == 2 and self.target_ != 'indicator':

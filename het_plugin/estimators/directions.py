@@ -54,7 +54,11 @@ def noise_directions(
     matrix = product(np.eye(size))
     vectors = np.linalg.eigh((matrix + matrix.T) / 2)[1][:, ::-1]
   else:
-    shape, matvec = (size, size), lambda z: product(z.reshape(size, 1)).ravel()
+    shape = (size, size)
+
+    def matvec(z):
+      return product(z.reshape(size, 1)).ravel()
+
     # The stub has the arguments of LinearOperator's subclasses.
     operator = linalg.LinearOperator(shape, matvec, dtype=np.float32)  # ty: ignore[parameter-already-assigned]
     values, vectors = linalg.eigsh(operator, num, which='LA', v0=rng.normal(size=size), tol=1e-2)
@@ -76,13 +80,15 @@ def _residuals(model, det, rows):
   """p and w (t - p), [n, K], of evenly spaced rows."""
   num_blocks, size = rows.weight.shape
   stride = -(-rows.weight.size * model.num_classes // ENTRIES)
-  p, gap = [], []
+  p = []
+  gap = []
   for i in range(num_blocks):
     chosen = slice(-i * size % stride, None, stride)
     if chosen.start >= size:
       continue
     predicted = np.asarray(_location_prob(model, det, rows.x[i]))[chosen]
-    target, weight = np.asarray(rows.target[i])[chosen], np.asarray(rows.weight[i])[chosen]
+    target = np.asarray(rows.target[i])[chosen]
+    weight = np.asarray(rows.weight[i])[chosen]
     if target.dtype.kind == 'i':
       listed = target >= 0
       row, column = np.nonzero(listed)
@@ -98,7 +104,8 @@ def noise_map(model, det, params):
   """Q, and B^T: [Q, n] to [K, n], and B back, of the head with the location of DET."""
   params = {**det, 'head': {**params['head'], **det['head']}}
   row = np.zeros((1, det.get('hidden_0', det['head'])['kernel'].shape[0]), np.float32)
-  num_classes, size = model.num_classes, _noise_dim(model, params, row)
+  num_classes = model.num_classes
+  size = _noise_dim(model, params, row)
   match jax.jit(lambda params: model.logits(params, row).projection)(params):
     case Linear(kernel):
       kernel = np.asarray(kernel)[:, :num_classes]

@@ -24,7 +24,12 @@ _METADATA = 'het_plugin.estimator'
 _CHECKSUM = 'het_plugin.sha256'
 _MAX_NAME_BYTES = 2**30
 _FITTED = (
-  *('target_', 'C_noise_', 'n_iter_', 'objective_', 'gradient_', 'gap_'),
+  'target_',
+  'C_noise_',
+  'n_iter_',
+  'objective_',
+  'gradient_',
+  'gap_',
   'n_features_in_',
 )
 _GRIDS = 'noise_nll_', 'tau_grid_nll_'  # {number: NLL} or None
@@ -56,7 +61,8 @@ def save(estimator: HeadClassifier, path: str) -> None:
     sklearn.exceptions.NotFittedError: the estimator has not been fitted.
     OSError: the file cannot be written; an old one is then still there.
   """
-  names, dtype = class_names(estimator), estimator.classes_.dtype
+  names = class_names(estimator)
+  dtype = estimator.classes_.dtype
   params = traverse_util.flatten_dict(estimator.params_, sep='/')
   arrays = {f'params/{name}': np.asarray(x) for name, x in params.items()}
   arrays['mean'] = np.asarray(estimator.mean_)
@@ -99,7 +105,8 @@ def check_head(estimator: HeadClassifier) -> None:
 def class_names(estimator: HeadClassifier) -> list[Any]:
   """`classes_` as JSON has them; errors as in `check_head`, and ValueError if it has no such."""
   check_head(estimator)
-  names, dtype = estimator.classes_.tolist(), estimator.classes_.dtype
+  names = estimator.classes_.tolist()
+  dtype = estimator.classes_.dtype
   if json.loads(json.dumps(names, default=lambda _: None)) != names:
     raise ValueError(f'classes_ of the type {dtype} cannot be written: fit to numbers or strings')
   return names
@@ -180,7 +187,8 @@ def _estimator(description: dict[str, Any], arrays: dict[str, np.ndarray]) -> He
 
 def _check_sizes(estimator, params):
   """Raises ValueError if the description states other sizes than the arrays have."""
-  model, dim = estimator.model_, estimator.n_features_in_
+  model = estimator.model_
+  dim = estimator.n_features_in_
   # First, because the model has arrays of its padded classes.
   padded = -(-model.num_classes // model.class_multiple) * model.class_multiple
   stated = (dim,), padded, model.num_classes
@@ -273,7 +281,8 @@ def head_params(estimator: HeadClassifier) -> dict[str, np.ndarray]:
 
 def _all_buckets(estimator, flat):
   """The parameters of HET-H with all buckets; those without a class are 0, their optimum."""
-  head, width = estimator.model_.make_head(), len(flat['head/kernel'])
+  head = estimator.model_.make_head()
+  width = len(flat['head/kernel'])
   used = head.used_buckets(width)
   full = {}
   for name, x in flat.items():
@@ -330,7 +339,8 @@ def from_head(
   params = jax.tree.map(np.asarray, params)
   fields = {name: getattr(head, name) for name in CLASSIFIERS[kind]._noise}
   temperature = head.own_temperature
-  tau, tau_range = None, (0.05, 5.0)
+  tau = None
+  tau_range = (0.05, 5.0)
   if isinstance(temperature, linen_heads.LearnedTemperature):
     tau_range = temperature.tau_min, temperature.tau_max
   else:
@@ -360,7 +370,8 @@ def from_head(
   estimator.mean_ = np.zeros(width, np.float32)
   estimator.classes_ = classes
   estimator.target_ = 'indicator' if head.link == 'sigmoid' else 'classes'
-  estimator.calibration_, estimator.n_iter_ = None, 0
+  estimator.calibration_ = None
+  estimator.n_iter_ = 0
   vars(estimator).update(n_features_in_=width, C_noise_=None)
   vars(estimator).update(objective_=None, gradient_=None, gap_=None)
   vars(estimator).update(dict.fromkeys(_GRIDS))

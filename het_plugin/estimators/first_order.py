@@ -66,7 +66,8 @@ class FirstOrder(Model):
 
   def _changed(self, params, x):
     """Log-odds, or logits up to a constant, [B, K]."""
-    location, fixed = self._location(params, x), _fixed(params)
+    location = self._location(params, x)
+    fixed = _fixed(params)
     if 'hidden' in fixed:
       hidden = jax.nn.gelu(x @ fixed['hidden'][:-1] + fixed['hidden'][-1])
       return location + hidden @ (fixed['scale'] * params['output']['matrix'])

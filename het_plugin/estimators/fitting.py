@@ -29,7 +29,8 @@ from het_plugin.estimators.targets import Targets
 MERGED_ENTRIES = 2**16
 # The noise first has GROWTH times its C_noise. With a third of the labels wrong (digits, and
 # benchmarks/noisy_labels.py) this lowered the NLL of other rows by 0.003 to 0.13 in 7 of 8 fits.
-GROWTH, GROWTH_ITERATIONS = 10.0, 20
+GROWTH = 10.0
+GROWTH_ITERATIONS = 20
 # Of the fits of `noise_path`.
 PATH_TOLERANCE = 1e-3
 PATH_ITERATIONS = 60
@@ -84,7 +85,8 @@ def fit(
       done, mean = _fit_streamed(fitted, x, targets, weight, settings, start)
     else:
       data = _Data.of(x, targets, weight)
-      det_fit, mean = data.fit_of(start, model, settings), data.mean
+      det_fit = data.fit_of(start, model, settings)
+      mean = data.mean
       done = data.fit(fitted, data.weight, settings, det_fit, near)
   if fitted != model:
     params = starts.without_noise(model.init(settings.seed, x.shape[1]), done.params)
@@ -99,7 +101,8 @@ def _fit_streamed(model, x, targets, weight, settings, start):
     data,
     targets.class_shares(weight),
     settings.seed,
-    *(settings.c, settings.c_noise or 1.0),
+    settings.c,
+    settings.c_noise or 1.0,
     validation_fraction=settings.validation_fraction,
     max_iter=settings.max_iter,
     progress=settings.progress,
@@ -126,7 +129,9 @@ class _Data:
   @classmethod
   def of(cls, x: np.ndarray, targets: Targets, weight: np.ndarray) -> '_Data':
     keep = weight > 0
-    x, values, weight = x[keep], targets.values[keep], weight[keep]
+    x = x[keep]
+    values = targets.values[keep]
+    weight = weight[keep]
     if x.size <= MERGED_ENTRIES:
       x, values, weight = inputs.merged(x, values, weight)
     targets = dataclasses.replace(targets, values=values)
@@ -171,7 +176,8 @@ class _Data:
         warnings.simplefilter('ignore', ConvergenceWarning)
         return search(model, params, weaker, min(GROWTH_ITERATIONS, settings.max_iter))
 
-    shares, width = self.targets.class_shares(weight), self.x.shape[1]
+    shares = self.targets.class_shares(weight)
+    width = self.x.shape[1]
     known = settings.seed, det_fit, grow, near
     return starts.fit(search, model, width, shares, lambda: rows, *known)
 
@@ -238,7 +244,8 @@ def noise_path(
         stacklevel=3,
       )
       return NoisePath(0.0)
-    fitted, weight = np.where(held_out, 0.0, data.weight), data.weight[held_out]
+    fitted = np.where(held_out, 0.0, data.weight)
+    weight = data.weight[held_out]
     rows = data.x[held_out], data.targets.values[held_out]
 
     def point(model, c_noise, det_fit=None, near=None):
@@ -246,7 +253,8 @@ def noise_path(
       if isinstance(settings.progress, str):  # the title of a bar
         limits = dataclasses.replace(limits, progress=f'{settings.progress}, C_noise={c_noise:.3g}')
       if model.head != 'det':
-        tol, max_iter = max(settings.tol, PATH_TOLERANCE), min(settings.max_iter, PATH_ITERATIONS)
+        tol = max(settings.tol, PATH_TOLERANCE)
+        max_iter = min(settings.max_iter, PATH_ITERATIONS)
         limits = dataclasses.replace(limits, tol=tol, max_iter=max_iter)
       done = data.fit(model, fitted, limits, det_fit, near)
       nll = apply(model, 'nll', done.params, data.mean, *rows, settings.mesh)
@@ -254,10 +262,12 @@ def noise_path(
 
     near = None if whole is None else starts.Near(whole.params, {})
     points = [point(model.deterministic, 0.0, near=near)]
-    det, near = points[0].fit, None
+    det = points[0].fit
+    near = None
     for share in selection.NOISE_SHARES:
       points.append(point(model, share * settings.c, det, near))
-      new, best = points[-1], min(points, key=lambda point: point.mean)
+      new = points[-1]
+      best = min(points, key=lambda point: point.mean)
       has_vanished = new.fit.objective == det.objective
       is_worse = best.c_noise > 0 and not selection.is_close(new.nll, best.nll, weight)
       if has_vanished or is_worse:
@@ -334,7 +344,8 @@ def apply(
     [N, ...].
   """
   # Inputs of many lengths share few programs, of a power of two rows where they are one block.
-  size, found = min(objective.block_rows(model, 1 << (len(x) - 1).bit_length()), 4096), []
+  size = min(objective.block_rows(model, 1 << (len(x) - 1).bit_length()), 4096)
+  found = []
   with placement.on(mesh):
     params = model.multiplied(placement.place_params(model, params, mesh))
     for start in range(0, len(x), size):

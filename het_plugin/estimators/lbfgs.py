@@ -20,7 +20,8 @@ from het_plugin.estimators.whitening import Whitening, unwhiten, whiten, whiteni
 from het_plugin.reporting import Progress
 
 MEMORY = 20
-FIRST_SECONDS, LINE_SECONDS = 2.0, 10.0  # of a fit that shows how far it is
+FIRST_SECONDS = 2.0
+LINE_SECONDS = 10.0  # of a fit that shows how far it is
 MAX_LINE_SEARCH_STEPS = 30
 FIRST_STAGE = 20
 MAX_RATIO = 0.8
@@ -96,7 +97,9 @@ def _line_search(evaluate, value, slope):
   tell the values apart, the approximate conditions of Hager and Zhang (2005) are used. Returns the
   result of `evaluate` at the step, or None if there is no such step.
   """
-  low, high, step = (0.0, value, slope), None, 1.0
+  low = (0.0, value, slope)
+  high = None
+  step = 1.0
   for _ in range(MAX_LINE_SEARCH_STEPS):
     found = evaluate(step)
     end = step, float(found[1]), float(found[3])
@@ -149,7 +152,8 @@ def gap_of(values: Sequence[float], by_curvature: float) -> float:
   window = max((len(values) - 1) // 4, min(5, (len(values) - 1) // 2))
   if window == 0:
     return by_curvature
-  before, after = values[-1 - 2 * window] - values[-1 - window], values[-1 - window] - values[-1]
+  before = values[-1 - 2 * window] - values[-1 - window]
+  after = values[-1 - window] - values[-1]
   ratio = min(after / before, MAX_RATIO) if before > 0 else MAX_RATIO
   return max(by_curvature, after * ratio / (1.0 - ratio))
 
@@ -171,8 +175,12 @@ def minimise(
   is at most tol / 100: float32 does not tell what is left. Warns (`ConvergenceWarning`) if neither
   is so after `max_iter` iterations, or if no step lowers the objective in float32.
   """
-  num_iterations, stage, failures = 0, FIRST_STAGE, 0
-  values, gap, is_close = [], math.inf, False
+  num_iterations = 0
+  stage = FIRST_STAGE
+  failures = 0
+  values = []
+  gap = math.inf
+  is_close = False
   with progress_of(progress, model.head, max_iter, 'iterations') as bar:
     for restart in itertools.count():
       whitening = whitening_of(model, params, rows)

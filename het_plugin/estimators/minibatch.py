@@ -52,21 +52,27 @@ class Data:
 
   def __init__(self, x: np.ndarray, values: np.ndarray, weight: np.ndarray):
     """Reads all rows once; a ValueError if one is not finite."""
-    self.x, self.values, self.weight = x, values, weight
+    self.x = x
+    self.values = values
+    self.weight = weight
     self.index = np.flatnonzero(weight > 0)
-    total, first, second = 0.0, np.zeros(x.shape[1]), np.zeros(x.shape[1])
+    total = 0.0
+    first = np.zeros(x.shape[1])
+    second = np.zeros(x.shape[1])
     shift = np.asarray(x[0], np.float64)  # spares digits where the mean is large
     for start in range(0, len(x), _READ_ROWS):
       block = np.asarray(x[start : start + _READ_ROWS]).astype(np.float64)
       w = weight[start : start + _READ_ROWS]
-      total, first = total + w.sum(), first + w @ (block - shift)
+      total = total + w.sum()
+      first = first + w @ (block - shift)
       second = second + w @ np.square(block - shift)
       if not np.isfinite(first).all():
         raise ValueError(f'Input X contains NaN or infinity in rows from {start} on')
       placement.forget_pages(x)
     mean = first / total
     deviation = np.sqrt(np.maximum(second / total - mean**2, 0.0))
-    self.mean, self.total = shift + mean, total
+    self.mean = shift + mean
+    self.total = total
     scale = 1.0 / np.where(deviation > 1e-6 * np.abs(shift + mean), deviation, 1.0)
     some = self.index[:: max(1, len(self.index) // (MOMENT_ROWS * len(mean)))]
     rows = scale * (np.asarray(x[some]) - self.mean)
@@ -121,7 +127,8 @@ def fit(
   rng = np.random.default_rng(seed)
   order = rng.permutation(data.index)
   num_held_out = min(max(1, int(validation_fraction * len(order))), MAX_HELD_OUT)
-  held_out, index = order[:num_held_out], order[num_held_out:]
+  held_out = order[:num_held_out]
+  index = order[num_held_out:]
   width = data.x.shape[1]
   search = functools.partial(
     _search, data, index, held_out, rng, c, c_noise, max_iter=max_iter, progress=progress, mesh=mesh
@@ -148,9 +155,13 @@ def _search(data, index, held_out, rng, c, c_noise, model, params, *, max_iter, 
     ]
     return float(np.average(nll, weights=[data.weight[p].sum() for p in parts]))
 
-  rate, num_rates, waited, step = LEARNING_RATE / np.sqrt(data.x.shape[1]), 0, 0, 0
+  rate = LEARNING_RATE / np.sqrt(data.x.shape[1])
+  num_rates = 0
+  waited = 0
+  step = 0
   period = min(EVALUATION_STEPS, max_iter * per_epoch)
-  best, best_nll = theta, validate(theta)
+  best = theta
+  best_nll = validate(theta)
   theta, mean = jax.tree.map(jnp.copy, (best, best))
   note = ''
   with lbfgs.progress_of(progress, model.head, max_iter * per_epoch, 'steps') as bar:
@@ -169,11 +180,14 @@ def _search(data, index, held_out, rng, c, c_noise, model, params, *, max_iter, 
         note = f'held-out NLL {nll:.5f}, learning rate {rate:.1e}'
         waited = 0 if nll < best_nll - MIN_GAIN else waited + 1
         if nll < best_nll:
-          best, best_nll = jax.tree.map(jnp.copy, mean), nll
+          best = jax.tree.map(jnp.copy, mean)
+          best_nll = nll
         if waited == PATIENCE:
           theta, mean = jax.tree.map(jnp.copy, (best, best))
           state = optax.scale_by_adam().init(best)
-          rate, num_rates, waited = rate / 4, num_rates + 1, 0
+          rate = rate / 4
+          num_rates = num_rates + 1
+          waited = 0
           if num_rates == NUM_RATES:
             break
   if num_rates < NUM_RATES:

@@ -130,7 +130,8 @@ class Model:
       log_p = self.integrator.log_prob(logits, keys)[:, : self.num_classes]
       return -jnp.where(target > 0, target * log_p, 0.0).sum(-1)
     mean, variance = exact.marginals(logits, self.integrator.chunk_bytes)
-    mean, variance = mean[:, : self.num_classes], variance[:, : self.num_classes]
+    mean = mean[:, : self.num_classes]
+    variance = variance[:, : self.num_classes]
     return -exact.log_expected_sigmoid(jnp.where(target > 0, mean, -mean), variance).sum(-1)
 
   def log_prob(self, params: PyTree, x: jax.Array) -> jax.Array:
@@ -150,14 +151,16 @@ class Model:
 
   def entropies(self, params: PyTree, x: jax.Array) -> jax.Array:
     """Entropy of the prediction, and its expectation given the noise, [B, 2]."""
-    logits, keys = self.logits(params, x), shared_key(jax.random.key(0))
+    logits = self.logits(params, x)
+    keys = shared_key(jax.random.key(0))
     expected = self.integrator.expected_entropy(logits, keys)
     if self.link == 'softmax':
       log_p = self.log_prob(params, x)
       total = -(jnp.exp(log_p) * log_p).sum(-1)
     else:
       odds = self.log_odds(params, x)
-      log_p, log_q = jax.nn.log_sigmoid(odds), jax.nn.log_sigmoid(-odds)
+      log_p = jax.nn.log_sigmoid(odds)
+      log_q = jax.nn.log_sigmoid(-odds)
       total = -(jnp.exp(log_p) * log_p + jnp.exp(log_q) * log_q).sum(-1)
     return jnp.stack([total, jnp.minimum(expected, total)], axis=1)
 

@@ -159,20 +159,25 @@ def noise_test(
   classes = None if location is None else np.arange(location[0].shape[1])
   rng = np.random.default_rng(seed)
   labels = targets.encode(inputs.labels_of_rows(x, y), target, classes)
-  k, chosen = len(labels.classes), np.arange(len(x))
+  k = len(labels.classes)
+  chosen = np.arange(len(x))
   if len(x) * k > MAX_ENTRIES:
     chosen = np.sort(rng.choice(len(x), max(MAX_ENTRIES // k, folds), replace=False))
   if folds > len(chosen):
     raise ValueError(f'folds={folds} must be at most {len(chosen)}, the number of rows')
-  x, labels = np.asarray(x[chosen], np.float32), labels[chosen]
+  x = np.asarray(x[chosen], np.float32)
+  labels = labels[chosen]
   if not np.isfinite(x).all():
     raise ValueError('the features contain NaN or infinity')
   if k < 2 and labels.link == 'softmax':
     raise ValueError(f'the labels have {k} class; the test needs at least 2')
   test = _Test(k, labels.link, x.shape[1], C, num_factors, tol, max_iter, seed, location)
   parts = KFold(folds, shuffle=True, random_state=seed).split(x)
-  nll, refit, of_fold = {}, np.zeros(len(x)), np.zeros(len(x), int)
-  names, gradient = (*heads, HIDDEN), 0.0
+  nll = {}
+  refit = np.zeros(len(x))
+  of_fold = np.zeros(len(x), int)
+  names = (*heads, HIDDEN)
+  gradient = 0.0
   seen = np.ones(len(x), bool)
   with Progress('noise test', folds * (1 + len(names)), unit='fits', shown=progress) as bar:
     for number, (fitted, held_out) in enumerate(parts):
@@ -209,7 +214,8 @@ def noise_test(
 def _chosen(name, nll, fold, price) -> Tested:
   """Takes for each fold the least noise within a standard error of the best on the other folds."""
   order = ['none', *(s for s in nll if s != 'none')]  # from little to much
-  gain, chosen = np.zeros(len(fold)), []
+  gain = np.zeros(len(fold))
+  chosen = []
   of_all = np.stack([nll[s] for s in order])
   for number in np.unique(fold):
     own = fold == number
@@ -248,8 +254,10 @@ class _Fold:
   """The fits to the rows of all folds but one."""
 
   def __init__(self, test: _Test, x, labels, fitted, held_out):
-    self.test, self.model = test, test.model
-    self.x, self.values = x[held_out], labels.values[held_out]
+    self.test = test
+    self.model = test.model
+    self.x = x[held_out]
+    self.values = labels.values[held_out]
     of_fit = labels[fitted]
     self.mean = x[fitted].mean(axis=0)
     self.rows = objective.make_rows(
@@ -270,7 +278,8 @@ class _Fold:
 
   def noise(self, name: str) -> dict[str, np.ndarray]:
     """NLL of held-out rows [N], nats, under each strength of the noise."""
-    test, det = self.test, self.det.params
+    test = self.test
+    det = self.det.params
     head = test.head(name)
     fitted = {'head': dict(det['head'])}
     if test.location is not None:  # the directions are those of the whole location
@@ -302,7 +311,8 @@ class _Fold:
 
   def hidden(self) -> dict[str, np.ndarray]:
     """The same under each strength of a random hidden layer."""
-    test, det = self.test, self.det.params
+    test = self.test
+    det = self.det.params
     rng = np.random.default_rng(test.seed)
     x = np.asarray(self.rows.x).reshape(-1, test.num_features)[: 2**12]
     a = rng.normal(size=(test.num_features, NUM_HIDDEN))
@@ -313,7 +323,8 @@ class _Fold:
     p = self.model.location_prob(det, self.rows.x[0])
     scale = np.float32(1.0 / np.sqrt(np.maximum(np.mean(p * (1.0 - p)), 1e-6)))
     fixed = {**det.get('fixed', {}), 'hidden': hidden, 'scale': scale}
-    params, scores = {'head': det['head'], 'fixed': fixed, 'output': {'matrix': matrix}}, {}
+    params = {'head': det['head'], 'fixed': fixed, 'output': {'matrix': matrix}}
+    scores = {}
     for strength in HIDDEN_STRENGTHS:
       params = self._fit(params, strength).params
       scores[f'{strength:g}'] = self.score(params)
@@ -363,14 +374,17 @@ def of_run(run: 'Run', task: str, split: str, **settings: Any) -> Result:
   check_run(run.checkpoint, run.model)
   limits = {name: settings.pop(name) for name in ('batch_size', 'max_examples') if name in settings}
   rows = run.rows(split, ('features',), task=task, **limits)
-  head, params = run.model.head, run.params['head']
+  head = run.model.head
+  params = run.params['head']
   w, b = (multihost_utils.process_allgather(params[x], tiled=True) for x in ('kernel', 'bias'))
   tau = float(head.own_temperature.apply({'params': params.get('temperature', {})}))
   k = head.num_classes
   location = np.asarray(w[:, :k] / tau, np.float32), np.asarray(b[:k] / tau, np.float32)
-  y, target = rows.labels, 'votes'
+  y = rows.labels
+  target = 'votes'
   if head.link == 'sigmoid':
-    y, target = votes.indicator(rows.labels, k).astype(int), 'indicator'
+    y = votes.indicator(rows.labels, k).astype(int)
+    target = 'indicator'
   labelled = (rows.labels >= 0).any(axis=1)
   given = rows.features[labelled], y[labelled]
   return noise_test(*given, C=REFIT_C, target=target, location=location, **settings)
@@ -387,7 +401,9 @@ def check_run(checkpoint: str, model: Any) -> None:
 
 def make_report(found: Mapping[str, Result], where: str) -> reporting.Report:
   """A report of the tests of rows or of runs, by name; `where` says which examples they are of."""
-  shown, rows, notes = [], [], []
+  shown = []
+  rows = []
+  notes = []
   for name, result in found.items():
     of_all: dict[str, Any] = {'nll_det': result.nll, 'gradient': result.gradient}
     of_all |= {'seconds': result.seconds, 'num_rows': result.num_rows}

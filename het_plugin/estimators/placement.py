@@ -57,7 +57,8 @@ def place_params(model: Model, params: dict, mesh: Sequence[int] | None) -> dict
   """Parameters on the mesh; a dimension that the mesh does not divide is whole."""
   if mesh is None:
     return params
-  devices, flat = make_mesh(mesh), traverse_util.flatten_dict(params)
+  devices = make_mesh(mesh)
+  flat = traverse_util.flatten_dict(params)
   num_features = len(flat.get(('hidden_0', 'kernel'), flat['head', 'kernel']))
   names = model.axes(num_features)
 

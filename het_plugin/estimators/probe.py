@@ -183,13 +183,15 @@ def probe(
     )
   if test_rows is not None:
     _columns(test_rows.labels, classes)
-  rows, starts = (train_rows, y, test_rows, ood_rows), {}
+  rows = (train_rows, y, test_rows, ood_rows)
+  starts = {}
   titles = fit_titles(settings, settings.folds if test is None else 1)
   outcomes = [_outcome(head, *rows, settings, starts, titles) for head in settings.heads]
   baseline = settings.baseline or settings.heads[0]
   first = next(x for x in outcomes if x.head == baseline)
   rows = [_row(x, first, test_rows is None) for x in outcomes]
-  where, num_fitted = test, len(train_rows.features)
+  where = test
+  num_fitted = len(train_rows.features)
   if test is None:
     where = f'{settings.folds} folds of {train}'
     num_fitted -= num_fitted // settings.folds
@@ -245,7 +247,8 @@ def read(source: Source, name: str) -> tuple[Rows, str]:
   """Rows with features, and their name."""
   if isinstance(source, str):
     return read_rows(source, mapped=True), source
-  x, y = np.asanyarray(source[0]), np.asarray(source[1])  # keeps a memory map
+  x = np.asanyarray(source[0])
+  y = np.asarray(source[1])  # keeps a memory map
   return Rows({'features': x}, label_rows(y, len(x)), np.arange(len(x))), name
 
 
@@ -256,7 +259,8 @@ def targets_of(rows: Rows, target: str) -> tuple[np.ndarray, np.ndarray, str]:
   Raises:
     ValueError: an example has not one label, or labels are those of `labels.are_marks`.
   """
-  labels, num_classes = rows.labels, rows.num_classes
+  labels = rows.labels
+  num_classes = rows.num_classes
   if votes.has_shares(labels, rows.label_weight):
     shares = votes.shares(labels, num_classes, rows.label_weight)
     return shares, np.arange(num_classes), 'probabilities'
@@ -290,7 +294,9 @@ def _columns(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
 def fit_titles(settings: Settings, num_folds: int) -> Iterator[str]:
   """What is shown during each fit, in the order in which they are made."""
   num_fits = {head: len(grid := settings.grid(head)) + (len(grid) > 1) for head in settings.heads}
-  total, done, start = num_folds * sum(num_fits.values()), 0, time.monotonic()
+  total = num_folds * sum(num_fits.values())
+  done = 0
+  start = time.monotonic()
   for count in num_fits.values():
     for fold, _ in itertools.product(range(num_folds), range(count)):
       of_fold = f', fold {fold + 1} of {num_folds}' if num_folds > 1 else ''
@@ -308,11 +314,17 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
     splits = [(np.arange(len(y)), np.arange(len(test)))]
   else:
     splits = list(KFold(settings.folds, shuffle=True, random_state=settings.seed).split(y))
-  parts, folds, chosen, unfinished, left_out, agreements = [], [], [], 0, 0, []
+  parts = []
+  folds = []
+  chosen = []
+  unfinished = 0
+  left_out = 0
+  agreements = []
   for number, (fitted, known) in enumerate(splits):
     if test is None and (settings.target == 'votes' or y.ndim == 1):  # others have no probability
       seen = _are_known(train.labels[known], train.labels[fitted])
-      left_out, known = left_out + int((~seen).sum()), known[seen]
+      left_out = left_out + int((~seen).sum())
+      known = known[seen]
       if not len(known):  # nothing to score
         continue
     of_fold = train.features, y, fitted, settings, starts, titles
@@ -331,7 +343,12 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
     unfinished += failures
   seconds = time.perf_counter() - start
   return Outcome(
-    *(head, uncertainty.concatenate(parts), np.concatenate(folds), chosen, seconds, unfinished),
+    head,
+    uncertainty.concatenate(parts),
+    np.concatenate(folds),
+    chosen,
+    seconds,
+    unfinished,
     left_out,
     {name: float(np.mean([x[name] for x in agreements])) for name in (agreements or [{}])[0]},
     price(num_noise_params(estimator), len(fitted)),
@@ -346,7 +363,8 @@ def _are_known(labels, seen):
 def _ends_of_the_grid(outcome, settings):
   """A note for each setting whose largest or smallest value was chosen by a fold."""
   for name, values in (('C', settings.c), ('C_noise', settings.c_noise)):
-    values, chosen = sorted(x for x in values if x), [point.get(name) for point in outcome.chosen]
+    values = sorted(x for x in values if x)
+    chosen = [point.get(name) for point in outcome.chosen]
     if len(values) < 2:
       continue
     for end, beyond in ((values[0], 'smaller'), (values[-1], 'larger')):
@@ -391,7 +409,8 @@ def fit_best(
       part = x, y, np.bincount(rows, minlength=len(x))
     else:
       part = x[rows], y[rows]
-    tau, det = point['tau'], (None, False)
+    tau = point['tau']
+    det = (None, False)
     if head == 'det' or tau != 'validation':
       key = (hash(rows.tobytes()), point['C'], tau)
       if key not in starts:
@@ -401,7 +420,8 @@ def fit_best(
       return det
     return _fitted(CLASSIFIERS[head](**common, **point), *part, start=det[0])
 
-  best, failures = grid[0], 0
+  best = grid[0]
+  failures = 0
   if len(grid) > 1:
     part, held_out = train_test_split(
       fitted, test_size=settings.validation, random_state=settings.seed
@@ -459,7 +479,8 @@ def _predictions(estimator: HeadClassifier, rows: Rows) -> Rows:
   columns = {'log_prob': np.minimum(estimator.predict_log_proba(rows.features), 0.0)}
   link = 'softmax'
   if estimator.target_ == 'indicator':
-    link, on = 'sigmoid', votes.indicator(labels, len(estimator.classes_))
+    link = 'sigmoid'
+    on = votes.indicator(labels, len(estimator.classes_))
     columns['nll'] = estimator.nll(rows.features, on.astype(int))
   weight = rows.label_weight if link == 'softmax' else None
   return Rows(columns, labels, rows.index, weight, link=link)

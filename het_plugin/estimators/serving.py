@@ -49,8 +49,10 @@ def export(
     ValueError: as in `save` and `weights.programs.write`.
   """
   names = class_names(estimator)
-  model, calibration = estimator.model_, estimator.calibration_
-  mean, scaling = np.asarray(estimator.mean_, np.float32), None
+  model = estimator.model_
+  calibration = estimator.calibration_
+  mean = np.asarray(estimator.mean_, np.float32)
+  scaling = None
   if calibration is not None:
     scaling = jnp.float32(calibration.scale), jnp.float32(calibration.shift)
 

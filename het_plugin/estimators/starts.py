@@ -62,7 +62,8 @@ def fit(
   num_iterations = det_fit.num_iterations
   if grow is not None and near is None:
     grown = grow(model, start)
-    start, num_iterations = grown.params, num_iterations + grown.num_iterations
+    start = grown.params
+    num_iterations = num_iterations + grown.num_iterations
   noisy = search(model, start)
   num_iterations += noisy.num_iterations
   if not noisy.objective <= det_fit.objective + TOLERANCE:

@@ -64,7 +64,8 @@ class Targets:
       raise ValueError(
         f'class_weight={class_weight!r} needs one class per row; y is of the kind {self.kind!r}'
       )
-    ids, names = self.values[:, 0], self.classes.tolist()
+    ids = self.values[:, 0]
+    names = self.classes.tolist()
     if isinstance(class_weight, str):
       totals = np.bincount(ids, weight, len(names))
       return (weight.sum() / (len(names) * np.where(totals > 0, totals, 1.0)))[ids]

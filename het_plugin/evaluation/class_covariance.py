@@ -94,7 +94,8 @@ def look(
   local = (
     {name: x[own] for name, x in batch.items()} for batch in batches if wanted(batch['index']).any()
   )
-  found, bound = {}, len(set(index)) if number is None else number
+  found = {}
+  bound = len(set(index)) if number is None else number
   compiled = run.per_example(compute, compute)
   for rows in compiled(run.params, local, batch_size):
     for i in np.flatnonzero(wanted(rows['index'])):
@@ -146,7 +147,8 @@ def look_alike_rate(
     'rate' and its standard error 'stderr'; 'chance', the rate for a random one of the other K - 1
     classes; 'num_examples', the images that count. Rates are None if there are none.
   """
-  hits, chances = [], []
+  hits = []
+  chances = []
   for label, correlation in zip(labels, with_label, strict=True):
     if look_alikes[label]:
       others = np.array(correlation, np.float64)

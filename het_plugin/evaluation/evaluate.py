@@ -136,7 +136,9 @@ def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
         progress.update(len(part))
         yield part
 
-  kept, of_truth, of_unknown = [], [], None
+  kept = []
+  of_truth = []
+  of_unknown = None
   whole_split = settings.split.partition('[')[0]  # of a slice
   knows_truth = info.knows_truth(whole_split)
 
@@ -211,7 +213,9 @@ def _score(
   parts: Iterable[Rows], num_classes: int
 ) -> tuple[uncertainty.ExampleScores, dict[str, float] | None]:
   """The scores of the parts of a split; with a softmax also its agreement with people's labels."""
-  scores, people, ks = [], agreement.Parts(), (1, 5) if num_classes > 5 else (1,)
+  scores = []
+  people = agreement.Parts()
+  ks = (1, 5) if num_classes > 5 else (1,)
   for part in parts:
     scores.append(uncertainty.score_examples(**part.labelled, ks=ks))
     if part.link == 'softmax':
@@ -240,7 +244,8 @@ def _open(stack, prefix, run, settings, **changes) -> tuple[data.BatchIterator, 
 
 def _covariance(run: runs.Run, settings: Settings) -> dict[str, Any]:
   """The covariance fields of an `Evaluation`."""
-  index, images = settings.covariance_index, settings.covariance_images
+  index = settings.covariance_index
+  images = settings.covariance_images
   look_alikes = data.classification_info(settings.dataset).look_alikes
   counted = settings.homoglyph_examples if look_alikes else 0
   if not (index or images or counted):

@@ -58,7 +58,8 @@ class Examples:
     Raises:
       ValueError: the rows are of other examples, as far as they say.
     """
-    info, of = self.info, f'{self.task.name}, split {self.split}'
+    info = self.info
+    of = f'{self.task.name}, split {self.split}'
     given = rows.provenance.get('split') if 'dataset' in rows.provenance else self.split
     if given != self.split:
       raise ValueError(f'--split={self.split}: the rows are of the split {given}')
@@ -82,7 +83,8 @@ class Examples:
 
   def read(self, index: np.ndarray, size: int | None = None) -> Found:
     """Examples by id, int [B], with square images of `size` pixels, or `SIDE` if that is less."""
-    info, side = self.info, min(SIDE, size or SIDE)
+    info = self.info
+    side = min(SIDE, size or SIDE)
     lengths = {'image': side, 'label': info.max_labels}
     order = {'shuffle': False, 'seed': 0, 'num_epochs': 1}
     reader = self.task.reader(self.whole, lengths, augment=False, **order)

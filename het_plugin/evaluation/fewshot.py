@@ -131,7 +131,8 @@ def from_checkpoints(
   """
   from het_plugin import runs  # imports TensorFlow, which files do not need
 
-  results, opened = {}, {}
+  results = {}
+  opened = {}
   # All checkpoints are found before the first one is evaluated.
   for name, checkpoint in zip(choose_names(names, checkpoints), checkpoints, strict=True):
     config = runs.configuration(checkpoint, *gin_settings)
@@ -211,7 +212,8 @@ def read_results(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
   Raises:
     ValueError: a file is something else, or a run has two results for a data set and shots.
   """
-  found, of_key = {}, {}
+  found = {}
+  of_key = {}
   for path in paths:
     try:
       found[path] = json.loads(Path(path).read_text())
@@ -259,7 +261,8 @@ def make_report(
     shown = runs.setdefault(run, {'name': run, 'fewshot': {}, 'fewshot_stderr': {}})
     shown['fewshot'].setdefault(dataset, {})[shots] = mean
     shown['fewshot_stderr'].setdefault(dataset, {})[shots] = stderr
-  of_methods, of_pairs = averages(rows), differences(results)
+  of_methods = averages(rows)
+  of_pairs = differences(results)
   notes = ['Mean and standard error over draws of the examples.']
   calls: dict[str, dict[str, list[str]]] = {}  # {settings: {call: runs}}
   for call, row in used:

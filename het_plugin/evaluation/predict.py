@@ -41,7 +41,8 @@ class Images:
     # These names of the same data are those of the other mains.
     self.path = path
     root = Path(str(path).removeprefix('image_folder:').removeprefix('npz:'))
-    channels, self.files = 3, []
+    channels = 3
+    self.files = []
     if not root.exists():
       raise ValueError(
         f'--dataset={path}: there is no such file or folder (a task is for het_plugin.evaluate)'

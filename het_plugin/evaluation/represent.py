@@ -95,7 +95,8 @@ def represent(
   provenance = {'checkpoint': run.checkpoint, **reporting.provenance(program)}
   rows = []
   for split, left in pending.items():
-    speed, start = {}, time.monotonic()
+    speed = {}
+    start = time.monotonic()
     if left.layers:
       progress = reporting.Progress(split, num_examples[split], left.num_rows)
       with written[split].held(), open_batches(split) as (batches, _), progress:
@@ -113,7 +114,8 @@ def represent(
             provenance=provenance,
             on_rows=progress.update,
           )
-      seconds, computed = time.monotonic() - start, progress.count - left.num_rows
+      seconds = time.monotonic() - start
+      computed = progress.count - left.num_rows
       speed = {'seconds': seconds, 'images_per_second': computed / seconds}
     describe = functools.partial(_rows, written[split], layers, left.layers, speed)
     rows += json.loads(processes.in_the_first(describe))
@@ -213,7 +215,8 @@ def convert(
   wanted = {name: f'{path}:{name}' for name in names} or {_ARRAYS_SPLIT: source}
   paths = path.split(',') if path.endswith('.npy') else [path]
   folder = Path(output_dir) / unfinished.safe_name(Path(paths[0]).stem)
-  rows, digests = [], None
+  rows = []
+  digests = None
   for name, part in wanted.items():
     read = rows_lib.read(part)
     digests = digests or [_sha256(path) for path in paths]
@@ -267,7 +270,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
   """The rows of files as text."""
   cells = [
     (
-      *(row['split'], row['layer'], f'{row["num_examples"]:,}', f'{row["dim"]:,}'),
+      row['split'],
+      row['layer'],
+      f'{row["num_examples"]:,}',
+      f'{row["dim"]:,}',
       *(reporting.cell(row[x], spec=',.1f') for x in ('seconds', 'images_per_second')),
       row['file'],
     )

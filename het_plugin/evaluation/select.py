@@ -89,7 +89,8 @@ def rank(
   results = {i: _few_shot(train[i], test[i], shots=shots, seeds=seeds, l2=l2) for i in kept}
   # {shots: (proxies, accuracies)}
   points = {n: ([proxy[i] for i in kept], [results[i][n].mean for i in kept]) for n in shots}
-  agreements, notes = {}, []
+  agreements = {}
+  notes = []
   if len(kept) < len(names):
     notes = [
       f'few-shot accuracy of the best {len(kept)} of {len(names)}; --keep=all measures the proxy'
@@ -208,7 +209,8 @@ def ensemble(
   """A greedy ensemble beside the best single candidate and the average of all."""
   names = candidate_names(names, validation, test, flag='validation')
   # The test files are also read now, so that a wrong one is found before anything is computed.
-  labels, meanings = [], []
+  labels = []
+  meanings = []
   for read in same_predictions(validation):
     labels.append(read.label_log_prob)
     meanings.append(read.meaning)
@@ -292,7 +294,8 @@ def _knn_accuracy(
 
 def _few_shot(train: str, test: str, **settings) -> dict[int, fewshot.FewShotResult]:
   """{shots: result} of a candidate."""
-  fit, new = rows_lib.read(train), rows_lib.read(test)
+  fit = rows_lib.read(train)
+  new = rows_lib.read(test)
   return fewshot.few_shot(
     fit.features, fit.label, new.features, new.label, train_index=fit.index, **settings
   )

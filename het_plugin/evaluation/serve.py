@@ -47,7 +47,9 @@ def export(run: Run, folder: str, kind: str, *, entropies: bool = False) -> dict
     # ONNX's bfloat16 is float32, and what is written is compared with a model that rounds alike.
     module = model.module.clone(backbone=_float32(model.backbone), head=_float32(model.head))
     model = copy.copy(model)
-    model.backbone, model.head, model.module = module.backbone, module.head, module
+    model.backbone = module.backbone
+    model.head = module.head
+    model.module = module
   with run.config.active():
     return programs.write(_program(run, model, entropies), folder, kind)
 
@@ -59,7 +61,8 @@ def _float32(module: nn.Module) -> nn.Module:
 
 
 def _program(run: Run, model: Any, entropies: bool) -> programs.Program:
-  side, channels = run.image_size, run.channels
+  side = run.image_size
+  channels = run.channels
   is_features = side == 1  # the task features:PATH has images of one pixel
   shape = (channels,) if is_features else (side, side, channels)
 

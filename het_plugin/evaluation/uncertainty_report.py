@@ -14,8 +14,19 @@ from het_plugin.measures import uncertainty
 
 _NEIGHBOURS = 12  # classes listed beside a correlation matrix
 _SHOWN = (
-  *('num_classes', 'mesh', 'nll', 'ece', 'adaptive_ece', 'brier', 'ranking_ap', 'aurc', 'e_aurc'),
-  *('auroc_errors', 'entropy', 'mutual_information', 'num_samples'),
+  'num_classes',
+  'mesh',
+  'nll',
+  'ece',
+  'adaptive_ece',
+  'brier',
+  'ranking_ap',
+  'aurc',
+  'e_aurc',
+  'auroc_errors',
+  'entropy',
+  'mutual_information',
+  'num_samples',
 )
 _MEANINGS = {  # of the columns, as the notes explain them
   'nll': 'NLL: nats per example',

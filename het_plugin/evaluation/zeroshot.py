@@ -84,7 +84,8 @@ def class_embeddings(
   An embedding is the normalised mean over templates of normalised embeddings, float32 [K, D];
   `embed` maps token ids int32 [N, L] to embeddings float [N, D].
   """
-  total, texts = None, []
+  total = None
+  texts = []
   for template in templates:
     tokens = tokenize(prompts.fill(template, names))
     distinct, text = np.unique(tokens, axis=0, return_inverse=True)
@@ -160,8 +161,10 @@ def embedding_ranks(
   """
   # The rounding of a column may depend on its position, so equal candidates are computed once.
   distinct, column = np.unique(np.asarray(candidates, np.float32), axis=0, return_inverse=True)
-  queries, column = np.asarray(queries, np.float32), column.reshape(-1)
-  block, found = max(1, _BLOCK_ELEMENTS // len(candidates)), []
+  queries = np.asarray(queries, np.float32)
+  column = column.reshape(-1)
+  block = max(1, _BLOCK_ELEMENTS // len(candidates))
+  found = []
   for start in range(0, len(queries), block):
     rows = slice(start, start + block)
     scores = (queries[rows] @ distinct.T)[:, column]
@@ -194,7 +197,8 @@ def retrieval_recall(
     identical_captions_right: whether equal captions of other images are right.
     ks: numbers of answers.
   """
-  N, M = len(image_embeddings), len(caption_embeddings)
+  N = len(image_embeddings)
+  M = len(caption_embeddings)
   if not M or caption_image.shape != (M,) or caption_text.shape != (M,):
     raise ValueError(
       f'{M} captions cannot have the images {list(caption_image.shape)} and texts '

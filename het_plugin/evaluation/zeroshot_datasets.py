@@ -142,17 +142,20 @@ class ZeroShotEvaluator:
     return evaluate(run, dataset, on_rows)
 
   def _classify(self, run, dataset, on_rows) -> zeroshot.Accuracy:
-    model, num_samples = run.model, self._num_samples
+    model = run.model
+    num_samples = self._num_samples
     info = task_info(dataset.task)
     multi_label = info.multi_label and not info.annotators
 
     def rank(given, batch):
-      params, classes = given['params'], given['classes']  # [K, D]
+      params = given['params']
+      classes = given['classes']  # [K, D]
       if num_samples:
         scores = model.class_log_prob(params, batch, classes, num_samples).astype(jnp.float32)
       else:
         scores = zeroshot.similarity(model.image_embeddings(params, batch), classes)
-      label, num_classes = batch['label'], classes.shape[0]
+      label = batch['label']
+      num_classes = classes.shape[0]
       if multi_label:
         right = (label[:, :, None] == jnp.arange(num_classes)).any(axis=1)  # [B, K]
       else:  # several labels are votes or shares of them
@@ -189,7 +192,8 @@ class ZeroShotEvaluator:
     # Data sets of pairs repeat an image with several captions.
     _, image, image_of = np.unique(rows['digest'], axis=0, return_index=True, return_inverse=True)
     texts, text_of = np.unique(rows['text'], axis=0, return_inverse=True)
-    image_of, text_of = image_of.reshape(-1), text_of.reshape(-1)
+    image_of = image_of.reshape(-1)
+    text_of = text_of.reshape(-1)
     return zeroshot.retrieval_recall(
       rows['image'][image],
       self._embed(run, texts)[text_of],
@@ -212,7 +216,8 @@ class ZeroShotEvaluator:
 
   def _embed(self, run: Run, tokens: np.ndarray) -> np.ndarray:
     """float32 [N, D] of token ids int32 [N, L]."""
-    own, last = run.partitioner.batch_rows(self._batch_size), len(tokens) - 1
+    own = run.partitioner.batch_rows(self._batch_size)
+    last = len(tokens) - 1
 
     def embed_texts(params, batch):
       return {'text': run.model.text_embeddings(params, batch['text']).astype(jnp.float32)}

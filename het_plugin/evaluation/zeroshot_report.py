@@ -101,7 +101,8 @@ def evaluate(
   num_samples: int,
 ) -> list[dict[str, Any]]:
   """A row of results for each checkpoint and data set; arguments as in `choose_datasets`."""
-  rows, opened = [], []
+  rows = []
+  opened = []
   # All checkpoints are found before the first one is evaluated.
   for source in sources:
     config = runs.configuration(source.checkpoint, *gin_settings, published=PUBLISHED_PAIRS)

@@ -95,7 +95,8 @@ class Ablation:
     check_labels('Ablation', (self.first, *self.choose_for, *self.measured), self.cells)
     if len(set(self.seeds)) < len(self.seeds):
       raise ValueError(f'Ablation.seeds={tuple(self.seeds)} must be different numbers')
-    reported, analysis = self.report_split, self.analysis
+    reported = self.report_split
+    analysis = self.analysis
     if isinstance(analysis, analyses.ExampleNLL) and analysis.split != reported:
       raise ValueError(
         f'ExampleNLL.split={analysis.split!r} must be Ablation.report_split={reported!r}, because '
@@ -194,7 +195,8 @@ class _Training:
   """The runs of an ablation in an output directory, and what came out so far."""
 
   def __init__(self, ablation: Ablation, request: Request):
-    self._ablation, self._request = ablation, request
+    self._ablation = ablation
+    self._request = request
     self._counts = {}  # {label: ParamCounts}
     self._chosen = {}  # {label: (the best candidate, all with their NLL)}
     self._found = {label: [] for label in ablation.cells}  # [seed]{metric: value}
@@ -235,7 +237,8 @@ class _Training:
 
   def _analyse(self, folder: Path) -> dict[str, float]:
     """What the analysis finds in a run; kept in a file for the next start."""
-    file, settings = folder / _ANALYSIS, repr(self._ablation.analysis)
+    file = folder / _ANALYSIS
+    settings = repr(self._ablation.analysis)
     kept = run_files.read_json(file)  # None: missing, or damaged
     if kept is None or kept.get('analysis', settings) != settings:
       reporting.write_json({'analysis': settings, **self._ablation.analysis(folder)}, file)
@@ -327,7 +330,8 @@ class _Training:
     )
 
   def _row(self, label: str) -> dict[str, Any]:
-    runs, against = self._found[label], self._found[self._ablation.first]
+    runs = self._found[label]
+    against = self._found[self._ablation.first]
     # Of all cells, so that their rows have the same columns.
     names = dict.fromkeys(name for cell in self._found.values() for run in cell for name in run)
     values = {name: [run.get(name, math.nan) for run in runs] for name in names}

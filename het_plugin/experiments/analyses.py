@@ -184,7 +184,8 @@ class RowSpaceAlignment:
     w_bases = [row_space(w) for w in (kernel, random)]
     q_bases = map(row_space, self._factors(run))
     found = np.array([[largest_cosine(w, q) for w in w_bases] for q in q_bases])  # [N, 2]
-    mean, std = found.mean(axis=0), found.std(axis=0)
+    mean = found.mean(axis=0)
+    std = found.std(axis=0)
     return {
       'cos SPA': mean[0],
       'std': std[0],

@@ -189,7 +189,8 @@ def _training(gin_settings: GinSettings, source: str) -> trainings.Training:
   # The task has other classes, even if their number is the same.
   restore: dict[str, Any] = {'path': str(source), 'head': 'init'}
   if weights.is_weights_file(source):
-    files, bindings = [], weights.tower_bindings(source)
+    files = []
+    bindings = weights.tower_bindings(source)
   else:
     found = checkpoint_reader.find(source)
     files = [str(changes.config_file(found, checkpoint_reader.step_of(found)))]

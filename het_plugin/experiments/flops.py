@@ -85,7 +85,9 @@ class Flops:
     if request.seeds is not None:
       raise ValueError('--seeds has no effect on Flops, which trains nothing')
     check_labels('Flops.cells', request.cells or (), self.cells)
-    rows, backbone, configs = [], None, {}
+    rows = []
+    backbone = None
+    configs = {}
     chosen = {
       label: settings
       for label, settings in self.cells.items()
@@ -95,7 +97,8 @@ class Flops:
     for label, settings in chosen.items():
       request.run_of([*self.shared, *settings]).parse(request.output_dir)
       configs[label] = gin.config_str()
-      encoder, head = trainings.called('BACKBONE'), trainings.called('HEAD')
+      encoder = trainings.called('BACKBONE')
+      head = trainings.called('HEAD')
       if backbone is None:
         size = gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
         backbone = backbone_flops(encoder, (1, size, size, _CHANNELS))

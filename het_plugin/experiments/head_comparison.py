@@ -33,7 +33,8 @@ HEADS = {
   'het_xl': 'HET-XL',
 }
 _EXAMPLES_FILE = 'examples.npz'
-_NUM_EXAMPLES, _NUM_PICTURES = 64, 8
+_NUM_EXAMPLES = 64
+_NUM_PICTURES = 8
 _STEP_TIME = 'step_time.json'
 _LOSS_STEPS = 25  # between two looks at the loss
 
@@ -58,7 +59,8 @@ class TimedStep:
   """The compiled step of a head: shows the progress of its training, and is timed afterwards."""
 
   def __init__(self, trainer_cls: Callable[..., Any], progress: reporting.Progress):
-    self._trainer_cls, self._progress = trainer_cls, progress
+    self._trainer_cls = trainer_cls
+    self._progress = progress
     self.state = self._step = self._batch = None
 
   def trainer(self, **settings: Any) -> Any:
@@ -166,7 +168,8 @@ def row(head: str, run_dir: Path) -> dict[str, Any]:
 
 def few_shot_accuracies(lines: Sequence[Mapping[str, Any]], step: int) -> tuple[dict, dict]:
   """{data set: {shots: mean accuracy}} of one step, and the same with standard errors."""
-  means, errors = {}, {}
+  means = {}
+  errors = {}
   for line in lines:
     if line['step'] == step:
       means.setdefault(line['dataset'], {})[line['shots']] = line['mean']
@@ -198,7 +201,8 @@ def references(task: str, split: str) -> list[dict[str, Any]]:
 def sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
   """Three lines on what the table shows, from its numbers."""
   by_head = {row['head']: row for row in rows}
-  best, worst = min(rows, key=lambda r: r['nll']), max(rows, key=lambda r: r['nll'])
+  best = min(rows, key=lambda r: r['nll'])
+  worst = max(rows, key=lambda r: r['nll'])
   found = [
     f'After {best["steps"]:,} steps {best["head"]} has the lowest NLL, {best["nll"]:.3f} nats per '
     f'example (guessing: {math.log(best["num_classes"]):.3f}). Its most probable class is the '
@@ -206,7 +210,8 @@ def sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     f'{1 / best["num_classes"]:.2%}).'
   ]
   noisy = [row for row in rows if row['num_factors']]
-  det, tau = by_head.get(HEADS['det']), by_head.get(HEADS['det_learned_tau'])
+  det = by_head.get(HEADS['det'])
+  tau = by_head.get(HEADS['det_learned_tau'])
   if det and tau and noisy:
     noise = min(noisy, key=lambda r: r['nll'])
     change = noise['nll'] - tau['nll']
@@ -228,7 +233,8 @@ def sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
       f'{worst["head"]}, whose NLL is {worst["nll"]:.3f}.'
     )
   large = max(rows, key=lambda r: r['num_params'])
-  slow, fast = max(rows, key=_pace), min(rows, key=_pace)
+  slow = max(rows, key=_pace)
+  fast = min(rows, key=_pace)
   found.append(
     f'{large["head"]} has the most parameters, {large["num_params"]:,}; '
     f'{large["extra_params"]:,} of them are noise and temperature. A step of {slow["head"]} took '

@@ -25,7 +25,8 @@ from het_plugin.training import checkpoint_reader, checkpoints, class_names, opt
 from het_plugin.training.state import TrainState
 
 PyTree = Any
-UNIFORM, GREEDY = 'uniform', 'greedy'
+UNIFORM = 'uniform'
+GREEDY = 'greedy'
 SCORE = 'precision_at_1'  # chooses the members
 
 
@@ -39,10 +40,12 @@ def greedy_soup(
   each candidate, and `try_with` maps candidates to the precision@1 of their average.
   """
   order = sorted(range(len(alone)), key=lambda i: (-alone[i][SCORE], alone[i]['nll']))
-  members, best = order[:1], alone[order[0]][SCORE]
+  members = order[:1]
+  best = alone[order[0]][SCORE]
   for candidate in order[1:]:
     if (score := try_with([*members, candidate])) >= best:
-      members, best = [*members, candidate], score
+      members = [*members, candidate]
+      best = score
   return members
 
 

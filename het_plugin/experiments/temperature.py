@@ -205,9 +205,11 @@ class Study:
   ) -> list[Trained]:
     """The chosen training, then the others."""
     if variant == '2folds':
-      trainings, criterion = list(search('FULL_SPLIT', 'nll')), 'nll'
+      trainings = list(search('FULL_SPLIT', 'nll'))
+      criterion = 'nll'
     else:
-      trainings, criterion = list(search('TRAIN_SPLIT', 'validation_nll')), 'validation_nll'
+      trainings = list(search('TRAIN_SPLIT', 'validation_nll'))
+      criterion = 'validation_nll'
     trainings.sort(key=lambda training: getattr(training, criterion))
     if not math.isfinite(getattr(trainings[0], criterion)):
       raise ValueError(
@@ -318,7 +320,8 @@ class Study:
       return Trained(name, math.nan, math.inf, math.inf, math.nan, steps, None)
     metrics = run_files.read_lines(self.folder / name / 'metrics.jsonl')
     final = trainings.final_evaluations(metrics)
-    validation, test = final[f'training_eval/{task}'], final[f'infer_eval/{task}']
+    validation = final[f'training_eval/{task}']
+    test = final[f'infer_eval/{task}']
     return Trained(
       name,
       test['tau'],
@@ -441,7 +444,8 @@ def _tau_nll(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], 
   """{title: (tau, test NLL)}, means over replications. A search has a point per tau; another
   training has the point where it ended. A retrained one, the first of its trials, is in no line.
   """
-  lines, names = {}, {row['row'] for row in rows}
+  lines = {}
+  names = {row['row'] for row in rows}
   for row in rows:
     if row['single training'] == 'yes':
       lines[row['head']] = [row['tau']], [row['nll']]

@@ -141,7 +141,8 @@ class Det(Classifier):
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits without noise."""
     self.check(phi)
-    kernel, bias = self.kernel(phi), self.bias()
+    kernel = self.kernel(phi)
+    bias = self.bias()
     linear = Linear(kernel.astype(self.dtype), phi, bias)
     return self.gaussian(self.location(phi, kernel, bias), None, None, linear)
 
@@ -288,7 +289,8 @@ class HetH(Heteroscedastic):
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits W^T phi + b + (z F(x))[h(k)]."""
     self.check(phi)
-    kernel, bias = self.kernel(phi), self.bias()
+    kernel = self.kernel(phi)
+    bias = self.bias()
     location = self.location(phi, kernel, bias)
     noise_dim = self.unpadded_noise_dim(phi.shape[-1])
     covariance, mean = self.make_covariance(noise_dim, 'noise', name='covariance')(phi)
@@ -371,7 +373,8 @@ class HetXL(Heteroscedastic):
     shares_w = self.noise_dim is None and self.get_logits is None
     if not is_plain or not shares_w or self.factor_bias:
       return None
-    kernel, noise = params['kernel'], params['covariance']
+    kernel = params['kernel']
+    noise = params['covariance']
     return AffineLoading(
       maps=jnp.einsum('dq,rq,qk->drk', noise['v_kernel'], noise['J'], kernel),
       shift=jnp.einsum('q,rq,qk->rk', noise['v_bias'], noise['J'], kernel),
@@ -386,7 +389,8 @@ class HetXL(Heteroscedastic):
     if self.get_logits is not None:
       phi = phi.astype(covariance.diag.dtype)
       return self._opaque(self.get_logits, phi if mean is None else phi + mean, covariance)
-    kernel, bias = self.kernel(phi), self.bias()
+    kernel = self.kernel(phi)
+    bias = self.bias()
     if loading is not None:
       in_logits = LowRank(
         scale=None,

@@ -139,7 +139,8 @@ class ContrastiveDet(nn.Module):
         f'{type(self).__name__}: representations of images {alpha.shape} and texts {beta.shape} '
         'must be of one shape [B, D]'
       )
-    alpha, beta = alpha.astype(jnp.float32), beta.astype(jnp.float32)
+    alpha = alpha.astype(jnp.float32)
+    beta = beta.astype(jnp.float32)
     return (unit_length(alpha), unit_length(beta)) if self.pre_normalization else (alpha, beta)
 
   @nn.compact

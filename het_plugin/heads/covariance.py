@@ -84,14 +84,17 @@ class LowRankCovariance(nn.Module):
   def __call__(self, phi: jax.Array) -> tuple[LowRank, jax.Array | None]:
     """phi [B, D] -> the noise and, with `factor_bias`, its mean b o v(x), float32 [B, Q]."""
     self.check(type(self).__name__)
-    dim, axis, factors = self.noise_dim, self.noise_axis, self.num_factors
+    dim = self.noise_dim
+    axis = self.noise_axis
+    factors = self.num_factors
     scale_init = self.initial_noise_scale
     # softplus(diag_bias) = scale_init log 2, and the reference starts at softplus(0) = log 2.
     diag_bias = math.log(math.expm1(scale_init * math.log(2.0)))
     diag = affine(self, 'd', phi, (dim,), (axis,), self.dtype, initial_bias=diag_bias)  # [B, Q]
     diag = jax.nn.softplus(diag) + MIN_DIAG
     if self.parametrization == 'full':
-      shape, axes = (factors, dim), ('factors', axis)
+      shape = (factors, dim)
+      axes = ('factors', axis)
       loading = affine(self, 'V', phi, shape, axes, self.dtype, scale_init)  # [B, R, Q]
       return LowRank(None, loading, diag, self.remainder), None
     scale = affine(self, 'v', phi, (dim,), (axis,), self.dtype, scale_init)  # [B, Q]

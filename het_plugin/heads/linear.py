@@ -30,7 +30,8 @@ def affine(
     flat = nn.initializers.lecun_normal()(key, (pre_logits_dim, math.prod(features)), dtype)
     return initial_scale * flat.reshape(shape)
 
-  shape, axes_of_kernel = (pre_logits_dim, *features), ('embed', *axes)
+  shape = (pre_logits_dim, *features)
+  axes_of_kernel = ('embed', *axes)
   kernel = parameter(f'{name}_kernel', kernel_init, shape, axes_of_kernel, module)
   bias_init = nn.initializers.constant(initial_bias)
   bias = parameter(f'{name}_bias', bias_init, features, axes, module)

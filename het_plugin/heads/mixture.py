@@ -48,7 +48,8 @@ class MixtureOfSoftmaxes(Classifier):
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> the log-probabilities of the mixture, as logits without noise and tau = 1."""
     self.check(phi)
-    count, dim = self.num_components, phi.shape[-1]
+    count = self.num_components
+    dim = phi.shape[-1]
     axes = ('factors', 'noise')
     moved = affine(self, 'component', phi, (count, dim), axes, self.dtype, INITIAL_SCALE)
     weights = affine(self, 'weight', phi, (count,), ('factors',), self.dtype)  # [B, M]

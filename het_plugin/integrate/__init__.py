@@ -43,8 +43,10 @@ CONFIGURABLES = {
 # Settings that may change between two starts of a run without changing its results
 # (config/changes.py).
 SAME_RESULTS = (
-  *('Integrator.order', 'Integrator.class_tile'),
-  *('Integrator.chunk_size', 'Integrator.chunk_bytes'),
+  'Integrator.order',
+  'Integrator.class_tile',
+  'Integrator.chunk_size',
+  'Integrator.chunk_bytes',
 )
 # Settings that are gone without a change of results, and what to do about a configuration that
 # binds them.

@@ -87,7 +87,8 @@ def mean_field(logits: GaussianLogits) -> jax.Array:
   """
   _refuse_opaque(logits)
   mean, variance = marginals(logits, CHUNK_BYTES)
-  location, scale = masked(logits, mean), jax.lax.rsqrt(1.0 + LAMBDA_0 * variance)
+  location = masked(logits, mean)
+  scale = jax.lax.rsqrt(1.0 + LAMBDA_0 * variance)
   if logits.link == 'sigmoid':
     return masked(logits, jax.nn.log_sigmoid(scale * location))
   centre = jnp.sum(jax.nn.softmax(location) * location, axis=-1, keepdims=True)
@@ -209,7 +210,8 @@ def _in_logit_space(logits: GaussianLogits) -> tuple[jax.Array, LowRank]:
 
 def _centred_variance(noise: LowRank, p: jax.Array) -> jax.Array:
   """Var(u_k - sum_i p_i u_i), [B, Kp], for probabilities p [B, Kp]."""
-  loading, diag = noise.dense_loading(), noise.diag  # [B, R, K], [B, K]
+  loading = noise.dense_loading()
+  diag = noise.diag  # [B, R, K], [B, K]
   mean = jnp.einsum('brk,bk->br', loading, p)
   low_rank = jnp.square(loading - mean[:, :, None]).sum(1)
   if noise.remainder == 'rank_one':

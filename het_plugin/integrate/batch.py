@@ -89,7 +89,8 @@ def _cut(batch_size):
   batch = mesh_axes('batch')
   batch = batch if isinstance(batch, tuple) else (batch,)
   batch = [axis for axis in batch if axis is not None]
-  axes, shards = [], 1
+  axes = []
+  shards = 1
   for axis in (*batch, *(axis for axis in mesh.axis_names if axis not in batch)):
     if batch_size % (shards * mesh.shape[axis]) == 0:
       axes.append(axis)

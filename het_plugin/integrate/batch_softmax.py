@@ -217,7 +217,8 @@ def _symmetric_bwd(plan, residuals, g):
   g_rows, g_columns, _ = g
 
   def local(rows, inverse, valid, of_rows, of_columns, everyone, block, g_rows, g_columns):
-    num_rows, num_columns = len(rows), len(everyone)
+    num_rows = len(rows)
+    num_columns = len(everyone)
     everyone_valid = plan.gather(valid)
     shift = excluded(everyone_valid, plan.accumulate)
     g_rows = jnp.where(valid, g_rows, 0.0)

@@ -317,7 +317,8 @@ def fit(
     # Not p: a GPU would write it to memory before the product, which makes e as it reads u.
     e = jnp.exp(u - u.max(axis=-1, keepdims=True))
     sums = jnp.einsum('bsk,bnk->bsn', e, rows)
-    along, rate = sums[..., :-1] / sums[..., -1:], 1.0 / sums[..., -1]
+    along = sums[..., :-1] / sums[..., -1:]
+    rate = 1.0 / sums[..., -1]
     average = (e * rate[..., None]).mean(axis=1)
     return of_label - along.mean(axis=1), second_moment(noise, average) - square(along)
 
@@ -438,8 +439,10 @@ def root_by_library(matrix: jax.Array) -> Root:
 
 def root_by_sums(matrix: jax.Array) -> Root:
   """As `root_by_library`, as sums of the elements [B] of the matrix."""
-  count, zero = matrix.shape[-1], jnp.zeros_like(matrix[:, 0, 0])
-  lower, inverse = [], []  # the rows, up to the diagonal
+  count = matrix.shape[-1]
+  zero = jnp.zeros_like(matrix[:, 0, 0])
+  lower = []
+  inverse = []  # the rows, up to the diagonal
 
   def dot(x, y):
     return sum((a * b for a, b in zip(x, y, strict=True)), start=zero)
@@ -485,7 +488,8 @@ def fit_along(
     mean, root, largest, _, _ = state
     slope, curvature = expectations(from_q(mean, root, points))
     # Of all steps, because far out the softmax may be flat.
-    root, largest = root_of(curvature), jnp.maximum(largest, shares(curvature))
+    root = root_of(curvature)
+    largest = jnp.maximum(largest, shares(curvature))
     step = clipped(root.solve(slope - mean))
     return mean + step, root, largest, step, curvature
 
@@ -549,7 +553,8 @@ def rotation_to(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
   def reflect(j, state):
     rows, left, right = state
-    row, is_j = rows[:, j], place == j
+    row = rows[:, j]
+    is_j = place == j
     x = jnp.where(place < j, 0.0, row)  # [B, T]
     sign = jnp.where(x[:, j] < 0, -1.0, 1.0)
     x = x + jnp.where(is_j, (SMALL * sign * jnp.linalg.norm(row, axis=-1))[:, None], 0.0)

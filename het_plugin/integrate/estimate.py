@@ -259,7 +259,9 @@ def _combine(peak, total):
 
 def _chunk_logits(plan, samples, constants, chunk):
   """u [B, s, K] of a chunk, the log-weights of its samples [B, s], and which count, bool [s]."""
-  noise, vocab, num_normals = samples.noise, plan.placement.vocab, samples.num_normals
+  noise = samples.noise
+  vocab = plan.placement.vocab
+  num_normals = samples.num_normals
   in_classes = isinstance(noise, LowRank) and samples.projection is None
   # In the space of the classes a remainder 'diag' has a normal for each class, and these are cut.
   is_cut = in_classes and noise.remainder == 'diag' and vocab and constants.buckets is None
@@ -282,7 +284,8 @@ def _specs(samples, constants):
 
 
 def _samples_spec(samples, buckets=None):
-  noise, projection = samples.noise, samples.projection
+  noise = samples.noise
+  projection = samples.projection
   if isinstance(noise, LowRank):
     q = 'k' if projection is None and buckets is None else 'q'
     scale, loading = (None, 'br' + q) if noise.scale is None else ('b' + q, 'r' + q)

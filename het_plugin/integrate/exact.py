@@ -199,7 +199,8 @@ def marginals(logits: GaussianLogits, chunk_bytes: int) -> tuple[jax.Array, jax.
   mean = logits.location * inverse
   if logits.covariance is None:
     return mean, jnp.zeros_like(mean)
-  noise, projection = logits.covariance.scaled(inverse), logits.projection
+  noise = logits.covariance.scaled(inverse)
+  projection = logits.projection
   if isinstance(projection, Linear):
     return _projected_marginals(chunk_bytes, noise, projection, mean, inverse)
   return mean, apply_projection(projection, variances(noise)[:, None])[:, 0]

@@ -54,7 +54,8 @@ class LowRank:
 
   def noise(self, z: jax.Array) -> jax.Array:
     """Maps standard normals [B, S, num_normals] to noise samples [B, S, Q]."""
-    z_factors, z_diag = z[..., : self.num_factors], z[..., self.num_factors :]
+    z_factors = z[..., : self.num_factors]
+    z_diag = z[..., self.num_factors :]
     if self.scale is None:
       low_rank = jnp.einsum('bsr,brq->bsq', z_factors, self.loading)
     else:
@@ -202,7 +203,8 @@ def checked(logits: GaussianLogits) -> GaussianLogits:
 def _checked_linear(linear, dtype):
   if linear is None or linear.phi is None:
     return linear
-  phi, bias = jnp.asarray(linear.phi, dtype), jnp.asarray(linear.bias, dtype)
+  phi = jnp.asarray(linear.phi, dtype)
+  bias = jnp.asarray(linear.bias, dtype)
   return dataclasses.replace(linear, phi=phi, bias=bias)
 
 

@@ -37,7 +37,8 @@ class BucketSums:
 
   def logits(self, logits: GaussianLogits) -> GaussianLogits:
     """The logits over tau of the buckets, with H padded to what the mesh divides."""
-    noise, num_buckets = logits.noise.scaled(1.0 / logits.temperature), self.top.shape[-1]
+    noise = logits.noise.scaled(1.0 / logits.temperature)
+    num_buckets = self.top.shape[-1]
     is_used = jnp.isfinite(self.log_total)
     location = jnp.where(is_used, self.top + jnp.where(is_used, self.log_total, 0.0), PADDED)
     rest = -num_buckets % num_shards('vocab')
@@ -93,7 +94,8 @@ def at_labels(
 
 def _sums(logits):
   """`BucketSums`, and mu [B, Kp] with `PADDED` at padded classes."""
-  buckets, num_buckets = logits.projection.buckets, logits.noise.diag.shape[-1]
+  buckets = logits.projection.buckets
+  num_buckets = logits.noise.diag.shape[-1]
 
   def of_shard(mu, buckets):
     # Class by class: a CPU took 15 times as long for a maximum under a mask [B, H, K].

@@ -135,11 +135,15 @@ class Integrator:
         f'{", ".join(samplers.SAMPLERS)}, or give a function'
       )
     whole = {
-      **{'num_samples': 'samples', 'chunk_size': 'samples', 'chunk_bytes': 'bytes'},
-      **{'class_tile': 'classes', 'principal_factors': 'factors'},
+      'num_samples': 'samples',
+      'chunk_size': 'samples',
+      'chunk_bytes': 'bytes',
+      'class_tile': 'classes',
+      'principal_factors': 'factors',
     }
     for name, of_what in whole.items():
-      value, default = getattr(self, name), getattr(type(self), name)
+      value = getattr(self, name)
+      default = getattr(type(self), name)
       is_left_out = value is None and default is None
       if not is_left_out and not (isinstance(value, numbers.Integral) and value >= 1):
         raise ValueError(
@@ -309,7 +313,8 @@ class Integrator:
       return jnp.where(is_valid(logits), of_classes, 0.0).sum(-1)
     if hashed.has_fewer_buckets(logits):
       sums, log_share = hashed.shares_of(logits)
-      buckets, within = sums.logits(logits), hashed.entropy_in_buckets(sums, log_share)
+      buckets = sums.logits(logits)
+      within = hashed.entropy_in_buckets(sums, log_share)
       p = jnp.exp(self._log_prob(buckets, keys))[:, : within.shape[-1]]  # [B, H]
       return self._expected_entropy(buckets, keys) + (p * within).sum(-1)
     of_samples = functools.partial(entropy, link=logits.link)
@@ -530,7 +535,8 @@ def check_sigmoid(logits: GaussianLogits) -> GaussianLogits:
 def check_labels(logits: GaussianLogits, labels: jax.Array) -> jax.Array:
   """Labels [B, L] of labels [B] or [B, L], as `Integrator.nll` takes them."""
   batch = logits.location.shape[0]
-  shape, dtype = jnp.shape(labels), jnp.result_type(labels)
+  shape = jnp.shape(labels)
+  dtype = jnp.result_type(labels)
   if not jnp.issubdtype(dtype, jnp.integer):
     raise ValueError(f'labels must be class ids of an integer type; got {dtype} {shape}')
   if len(shape) not in (1, 2) or shape[0] != batch:
@@ -567,5 +573,6 @@ def entropy(u: jax.Array, link: str) -> jax.Array:
   if link == 'softmax':
     log_p = jax.nn.log_softmax(u, axis=-1)
     return -(jnp.exp(log_p) * log_p).sum(-1)
-  log_p, log_q = jax.nn.log_sigmoid(u), jax.nn.log_sigmoid(-u)
+  log_p = jax.nn.log_sigmoid(u)
+  log_q = jax.nn.log_sigmoid(-u)
   return -(jnp.exp(log_p) * log_p + jnp.exp(log_q) * log_q).sum(-1)

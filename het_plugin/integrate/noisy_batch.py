@@ -90,9 +90,11 @@ def batch_nll(
   valid = is_real_pair(mask, len(rows))
   rows, columns = (real_rows(x, valid, plan.accumulate) for x in (rows, columns))
   keys = jnp.broadcast_to(checked_keys('batch_nll', keys, len(rows)), (len(rows),))
-  own, loading = covariance, None
+  own = covariance
+  loading = None
   if covariance.scale is not None:  # all rows share J
-    own, loading = dataclasses.replace(covariance, loading=_SHARED), covariance.loading
+    own = dataclasses.replace(covariance, loading=_SHARED)
+    loading = covariance.loading
   if mask is not None:
     own = jax.tree.map(lambda x: real_rows(x, valid, x.dtype), own)
   shared = columns, jnp.asarray(temperature, plan.accumulate), loading

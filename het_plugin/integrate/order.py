@@ -75,7 +75,8 @@ def placement_of(logits: GaussianLogits) -> Placement:
   """The placement; ValueError if the mesh does not divide the classes."""
   if isinstance(logits.projection, Opaque):
     return Placement()  # the layout of its classes is unknown
-  num_classes, shards = logits.location.shape[-1], num_shards('vocab')
+  num_classes = logits.location.shape[-1]
+  shards = num_shards('vocab')
   if num_classes % shards:
     raise ValueError(
       f'{num_classes} (padded) classes do not divide into {shards} shards of the model axis: '
@@ -98,17 +99,21 @@ def pick_order(logits: GaussianLogits, num_samples: int) -> str:
   """
   if not logits.has_factors:
     return 'sample_then_project'
-  covariance, projection = logits.noise, logits.projection
+  covariance = logits.noise
+  projection = logits.projection
   factors = covariance.num_factors + 1
   match projection:
     case Linear():
-      classes, noise_dim = logits.location.shape[-1], covariance.diag.shape[-1]
+      classes = logits.location.shape[-1]
+      noise_dim = covariance.diag.shape[-1]
       sample_first = num_samples * (factors * noise_dim + noise_dim * classes)
       project_first = factors * noise_dim * classes + num_samples * factors * classes
     case Hashed():
       is_full = covariance.scale is None
       most = HASHED_SAMPLES_PER_FULL_FACTOR if is_full else HASHED_SAMPLES_PER_FACTOR
-      sample_first, project_first = num_samples, most * factors
+      sample_first = num_samples
+      project_first = most * factors
     case None:
-      sample_first, project_first = num_samples, SAMPLES_PER_FACTOR * factors
+      sample_first = num_samples
+      project_first = SAMPLES_PER_FACTOR * factors
   return 'sample_then_project' if sample_first < project_first else 'project_then_sample'

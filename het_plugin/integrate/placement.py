@@ -145,7 +145,8 @@ def _varying_alike(tree):
 
 def num_shards(logical_axis: str) -> int:
   """Shards of a logical axis under the active mesh and flax's axis rules; 1 outside a mesh."""
-  mesh, axis = core.meta.get_global_mesh(), mesh_axes(logical_axis)
+  mesh = core.meta.get_global_mesh()
+  axis = mesh_axes(logical_axis)
   if mesh is None or axis is None:
     return 1
   return math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis))

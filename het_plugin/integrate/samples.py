@@ -93,14 +93,17 @@ def samples_of(logits: GaussianLogits, project_first: bool) -> tuple[Samples, ja
   """What is sampled, already divided by tau, and the hash, if any. If the location is phi W + bias,
   one product serves location and noise, so W has one gradient.
   """
-  inverse, covariance = 1.0 / logits.temperature, logits.noise
-  mean, noise = logits.location[:, None] * inverse, covariance.scaled(inverse)
+  inverse = 1.0 / logits.temperature
+  covariance = logits.noise
+  mean = logits.location[:, None] * inverse
+  noise = covariance.scaled(inverse)
   match logits.projection:
     case Opaque(phi, params, get_logits):
       opaque = Opaque(phi, (params, inverse), _Tempered(get_logits))
       return Samples(masked(logits, jnp.zeros_like(mean[:1])), covariance, opaque), None
     case Linear(kernel, phi, bias) if phi is not None and bias is not None:
-      phi, mean = phi * inverse, masked(logits, (bias * inverse)[None, None])
+      phi = phi * inverse
+      mean = masked(logits, (bias * inverse)[None, None])
       if not project_first:
         return Samples(mean, noise, Linear(kernel, phi)), None
       rows = [noise.dense_loading(), noise.diag[:, None], phi[:, None]]

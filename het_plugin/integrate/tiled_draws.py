@@ -153,7 +153,8 @@ def _point(tiling: Tiling, source: Source, noise: LowRank, z: jax.Array) -> _Poi
     top, total, sums = carry
     u = tile.masked(tile.source.products(x) + tile.source.offset())
     high = jnp.maximum(top, u.max(axis=-1))
-    e, shrink = jnp.exp(u - high[..., None]), jnp.exp(top - high)
+    e = jnp.exp(u - high[..., None])
+    shrink = jnp.exp(top - high)
     return (
       high,
       total * shrink + e.sum(axis=-1),

@@ -58,7 +58,8 @@ def log_softmax_at(
   The normals [B, S, T] exist at one time, and so do all samples in the noise space [B, S, Q] if
   these are projected. The noise is that of the logits over tau.
   """
-  batch, num_chunks = logits.location.shape[0], plan.num_chunks
+  batch = logits.location.shape[0]
+  num_chunks = plan.num_chunks
   index = jnp.arange(num_chunks * plan.chunk_size if plan.project_first else plan.num_samples)
   z = draws.normals(plan.sampler, index, noise.num_normals)  # [B, S, T]
   z = jnp.broadcast_to(z, (batch, *z.shape[1:])).astype(noise.diag.dtype)

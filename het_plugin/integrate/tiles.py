@@ -183,10 +183,12 @@ def source_of(
   Raises:
     ValueError: the logits have none.
   """
-  inverse, linear = 1.0 / logits.temperature, linear_location(logits)
+  inverse = 1.0 / logits.temperature
+  linear = linear_location(logits)
   if linear is None or linear.phi is None or linear.bias is None:
     raise ValueError('source_of: the logits need a location phi W + b that they are made from')
-  phi, bias = linear.phi * inverse, linear.bias * inverse
+  phi = linear.phi * inverse
+  bias = linear.bias * inverse
   if vectors is None:
     return Source(phi[:, None], linear.kernel, bias, variance=variance)
   if linear is not logits.projection and isinstance(logits.projection, Linear):  # W' of eq. 14
@@ -251,7 +253,8 @@ def pull_from_tiles(
     def one(letters, total, new):
       if not letters.endswith('k'):
         return total + new
-      size, axis = new.shape[-1], new.ndim - 1
+      size = new.shape[-1]
+      axis = new.ndim - 1
       old = jax.lax.dynamic_slice_in_dim(total, tile.start, size, axis)
       new = jnp.where(tile.counts, new, old)
       return jax.lax.dynamic_update_slice_in_dim(total, new, tile.start, axis)

@@ -43,12 +43,14 @@ def score_examples(
     labels: int [N, L], the votes of an example's annotators, padded with -1.
     label_weight: float [N, L], the share of each label; None for equal ones.
   """
-  num_classes, parts = log_prob.shape[1], []
+  num_classes = log_prob.shape[1]
+  parts = []
   bins = np.zeros((3, num_classes, uncertainty.NUM_BINS))
   for rows, log_p in uncertainty.blocks(log_prob):
     weight = None if label_weight is None else label_weight[rows]
     t = votes.shares(labels[rows], num_classes, weight)  # [n, K]
-    label, p = t.argmax(axis=1), np.exp(log_p)
+    label = t.argmax(axis=1)
+    p = np.exp(log_p)
     # People with the same votes for other classes have ties, which rounding would break at random.
     entropies = [special.entr(x).sum(axis=1).round(9) for x in (p, t)]
     right = log_p.argmax(axis=1) == label
@@ -102,7 +104,8 @@ def summarize(scores: AgreementScores, ood_log_prob: np.ndarray | None = None) -
     NaN if there is nothing to tell apart, as where every answer is right, and the correlation where
     people agree on every example.
   """
-  top, right = scores.confidence, scores.right
+  top = scores.confidence
+  right = scores.right
   found = {'soft_label_nll': float(scores.soft_label_nll.mean())}
   if scores.entropy_of_people is not None:
     both = scores.entropy, scores.entropy_of_people

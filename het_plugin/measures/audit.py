@@ -24,7 +24,8 @@ from scipy.sparse import linalg
 KINDS = ('wrong', 'ambiguous', 'fine')
 UNSURE = 0.5  # the location is unsure of a row if no class is more probable than this
 BLOCK_BYTES = 2**24  # of the rows whose posteriors are in memory at one time
-_LEAST_RATE, _LEAST_ROWS = 0.0005, 0.5  # of a pair of classes; less comes of rounding
+_LEAST_RATE = 0.0005
+_LEAST_ROWS = 0.5  # of a pair of classes; less comes of rounding
 _LEAST_FREE = 1e-30  # lower rates are at their bound, 0, and their scores may overflow
 _RIDGE = 1e-6  # of F: where p tells nothing of T, the error of the share is large and not 0 / 0
 _MAX_ROUNDS = 500
@@ -101,7 +102,8 @@ def audit(p: np.ndarray, label: np.ndarray) -> Audit:
   Raises:
     ValueError: shapes do not fit, or a label is no class.
   """
-  p, label = np.asarray(p), np.asarray(label)
+  p = np.asarray(p)
+  label = np.asarray(label)
   if p.ndim != 2 or label.shape != p.shape[:1] or not len(label):
     raise ValueError(f'p must be [N, K] and label [N], N > 0; got {p.shape} and {label.shape}')
   num_rows, num_classes = p.shape
@@ -109,8 +111,10 @@ def audit(p: np.ndarray, label: np.ndarray) -> Audit:
     raise ValueError(f'labels must be classes 0 .. {num_classes - 1}')
   confusions = _confusions(p, label)
   probability, confidence, wrong = np.empty((3, num_rows))
-  suggested, kind = np.empty(num_rows, np.int64), np.empty(num_rows, f'<U{max(map(len, KINDS))}')
-  classes, nll = np.zeros(num_classes), 0.0
+  suggested = np.empty(num_rows, np.int64)
+  kind = np.empty(num_rows, f'<U{max(map(len, KINDS))}')
+  classes = np.zeros(num_classes)
+  nll = 0.0
   for rows, part, q, likelihood in posteriors(p, label, confusions):
     each = np.arange(len(part)), label[rows]
     probability[rows], confidence[rows] = part[each], part.max(axis=1)
@@ -219,7 +223,8 @@ def _confusions(p: np.ndarray, label: np.ndarray) -> np.ndarray:
   np.fill_diagonal(t, 0.9)
   before = -np.inf
   for _ in range(_MAX_ROUNDS):
-    joint, now = np.zeros_like(t), 0.0  # [label, truth], and the mean log-likelihood
+    joint = np.zeros_like(t)
+    now = 0.0  # [label, truth], and the mean log-likelihood
     for rows, _, q, likelihood in posteriors(p, label, t):
       one = np.ones(len(q)), label[rows], np.arange(len(q) + 1)
       joint += sparse.csc_array(one, shape=(num_classes, len(q))) @ q

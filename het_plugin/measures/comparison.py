@@ -35,7 +35,8 @@ def difference(result: FewShotResult, baseline: FewShotResult) -> dict[str, floa
       f'cannot be paired with {baseline.shots} shots, {list(baseline.correct.shape)}.'
     )
   for name in ('test_index', 'test_y'):
-    ours, theirs = getattr(result, name), getattr(baseline, name)
+    ours = getattr(result, name)
+    theirs = getattr(baseline, name)
     if ours is not None and theirs is not None and not np.array_equal(ours, theirs):
       raise ValueError(
         'the test rows differ: a paired comparison needs the same ids and labels, in one order'

@@ -252,7 +252,8 @@ def _trial(
   drawn: Sequence[np.ndarray],
 ) -> _Trial:
   subset = np.concatenate([rows[:num_shots] for rows in drawn])
-  x, y = train.x[subset], train.y[subset]
+  x = train.x[subset]
+  y = train.y[subset]
   model = ridge.decompose(x, y) if protocol.classifier == 'ridge' else logistic.Logistic(x, y)
   if protocol.l2 in MEAN_RANKS:
     l2s = np.array(L2_GRID)

@@ -45,7 +45,8 @@ def greedy_ensemble(
     raise ValueError(f'max_members={max_members} must be at least 1')
   label_log_prob = label_log_prob.astype(np.float64)
   total = np.full(label_log_prob.shape[1], -np.inf)
-  members, path = [], []
+  members = []
+  path = []
   while len(members) < max_members:
     nll = np.log(len(members) + 1) - np.logaddexp(total, label_log_prob).mean(axis=1)
     if not replacement:

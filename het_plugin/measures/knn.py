@@ -57,7 +57,9 @@ def knn_accuracy(
       f'k={",".join(map(str, ks))} must be in 1 .. {len(train_x) - 1}, less than the '
       f'{len(train_x)} training examples'
     )
-  x, mean, queries = train_x.astype(np.float64), 0.0, None
+  x = train_x.astype(np.float64)
+  mean = 0.0
+  queries = None
   if metric == 'euclidean':
     mean = x.mean(axis=0)  # the search multiplies out |a - b|^2, which is exact near 0
   if test is not train:

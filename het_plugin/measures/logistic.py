@@ -18,7 +18,8 @@ class Logistic:
 
   def __init__(self, x: np.ndarray, y: np.ndarray):
     self._mean, self._scale = ridge.standardisation(x)
-    self._x, self._y = self._standardised(x), y
+    self._x = self._standardised(x)
+    self._y = y
 
   def _standardised(self, x: np.ndarray) -> np.ndarray:
     return (x - self._mean) / self._scale

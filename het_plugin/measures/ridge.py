@@ -125,7 +125,8 @@ class Ridge:
     weights = np.stack([self.weights(l2).astype(np.float32) for l2 in strengths[picked]], axis=-1)
     norms = np.linalg.norm(weights, axis=0).max(axis=0)  # [m], of weights [D, K, m]
     error = _ROUNDING * (np.abs(combine) @ norms)  # [L], of a score where |x| = 1
-    mix, bias32 = combine.astype(np.float32), bias.astype(np.float32)
+    mix = combine.astype(np.float32)
+    bias32 = bias.astype(np.float32)
     best = np.empty((len(strengths), len(x)), np.int64)
     doubtful = np.empty(best.shape, bool)
     for rows in blocks(len(x), max(128, _SCORES // bias.size)):
@@ -163,7 +164,8 @@ def decompose(x: np.ndarray, y: np.ndarray) -> Ridge:
   one_hot = scipy.sparse.csc_array((np.ones(len(y)), (ids, np.arange(len(y)))))  # [K, N]
   if x.shape[0] >= x.shape[1]:
     mean, constant = _moments(x)
-    products, sums = np.zeros((len(mean), len(mean))), np.zeros((len(classes), len(mean)))
+    products = np.zeros((len(mean), len(mean)))
+    sums = np.zeros((len(classes), len(mean)))
     for rows in blocks(len(x), _BLOCK_ROWS):
       z = x[rows] - mean
       products += z.T @ z

@@ -378,7 +378,8 @@ def _score(log_p, labels, index, link, ks, label_weight, expected_entropy, nll) 
       f'the probabilities of example {int(index[row])} are NaN: a parameter of the model, or the '
       'example itself, is not finite'
     )
-  softmax, num_classes = link == 'softmax', log_p.shape[1]
+  softmax = link == 'softmax'
+  num_classes = log_p.shape[1]
   one_label = softmax and label_weight is None and ((labels >= 0).sum(axis=1) == 1).all()
   if not softmax:
     labels = _distinct(labels)
@@ -397,7 +398,8 @@ def _score(log_p, labels, index, link, ks, label_weight, expected_entropy, nll) 
   else:
     brier = np.square(np.exp(log_p) - target).sum(axis=1)
   rank = _ranks(log_p, labels)  # [n, L]
-  shares, weight = None, 1.0
+  shares = None
+  weight = 1.0
   if softmax:
     weight = np.ones(labels.shape) if label_weight is None else label_weight.astype(np.float64)
     shares = np.where(labels >= 0, weight, 0.0)

@@ -39,7 +39,8 @@ def mean_loss(
   auxiliary: jax.Array | float = 0.0,
 ) -> jax.Array:
   """The mean of nll [B] over the real rows plus a scalar, or their sum over rows / the factor."""
-  total, rows = jnp.where(mask > 0, nll, 0.0).sum(), (mask > 0).sum()
+  total = jnp.where(mask > 0, nll, 0.0).sum()
+  rows = (mask > 0).sum()
   if normalizing_factor is None:
     return total / jnp.maximum(rows, 1) + auxiliary
   return (total + rows * auxiliary) / normalizing_factor

@@ -196,7 +196,8 @@ class ClassificationModel:
     """
     if dropout_rng is None:
       return self.eval_fn(params, batch)
-    index, mask = batches.index(batch), batches.mask(batch)
+    index = batches.index(batch)
+    mask = batches.mask(batch)
     dropout_rng, noise_rng = jax.random.split(dropout_rng)
     if self.fixed_draws:
       noise_rng = jax.random.key(0)
@@ -218,7 +219,8 @@ class ClassificationModel:
     mask = batches.mask(batch)
     logits, _ = self._logits(params, batch)
     log_prob = self._log_prob(logits, batch)
-    top, top_log_prob = jnp.argmax(log_prob, -1), jnp.max(log_prob, -1)  # [B]
+    top = jnp.argmax(log_prob, -1)
+    top_log_prob = jnp.max(log_prob, -1)  # [B]
     if logits.link == 'sigmoid':  # near p = 1, log(1 - p) cannot be computed from log p
       nll = soft_labels.nll(self.eval_integrator, logits, batch, self._eval_keys(batch))
     else:
@@ -295,7 +297,8 @@ class ClassificationModel:
       'nll' float32 [B]: -log p(labels | x); only with the sigmoid link, where it cannot be computed
         from log_prob for p near 1.
     """
-    logits, keys = self.logits(params, batch), self._eval_keys(batch)
+    logits = self.logits(params, batch)
+    keys = self._eval_keys(batch)
     predictive = {'log_prob': self._log_prob(logits, batch)[:, : logits.num_classes]}
     if logits.covariance is not None and isinstance(self.eval_integrator, Integrator):
       predictive['expected_entropy'] = self.eval_integrator.expected_entropy(logits, keys)

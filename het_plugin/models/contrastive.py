@@ -245,7 +245,8 @@ class ContrastiveModel:
     one array as in t5x.
     """
     pairs = self.pairs(params, batch)
-    keys, mask = self._eval_keys(batch), batches.mask(batch)
+    keys = self._eval_keys(batch)
+    mask = batches.mask(batch)
     scores = -_mean(contrastive_nll(pairs, self.eval_integrator, keys, mask))
     if not return_intermediates:
       return scores

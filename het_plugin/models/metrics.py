@@ -92,8 +92,10 @@ class DisagreementCorrelation(clu_metrics.Metric):
     def centred_ranks(counts: jax.Array) -> jax.Array:
       return jnp.cumsum(counts) - counts / 2 - total / 2
 
-    rows, columns = self.count.sum(1), self.count.sum(0)
-    x, y = centred_ranks(rows), centred_ranks(columns)
+    rows = self.count.sum(1)
+    columns = self.count.sum(0)
+    x = centred_ranks(rows)
+    y = centred_ranks(columns)
     variances = (rows * x**2).sum() * (columns * y**2).sum()
     return x @ self.count @ y / jnp.sqrt(variances)
 

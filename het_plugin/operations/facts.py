@@ -19,7 +19,10 @@ _PREFIX = 'attempt_'
 _READERS = 16
 
 # The states of a process. The file of a killed process still says that it is running.
-RUNNING, DONE, PREEMPTED, FAILED = 'running', 'done', 'preempted', 'failed'
+RUNNING = 'running'
+DONE = 'done'
+PREEMPTED = 'preempted'
+FAILED = 'failed'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,8 +61,10 @@ def goodput(attempts: Sequence[facts.Facts]) -> dict[str, Any]:
   wall = sum(seconds.values())
   share = seconds[TRAINING] / wall if wall else 0.0
   return {
-    **{'share': share, 'wall_seconds': wall},
-    **{'seconds': dict(seconds), 'repeated_steps': repeated_steps},
+    'share': share,
+    'wall_seconds': wall,
+    'seconds': dict(seconds),
+    'repeated_steps': repeated_steps,
   }
 
 

@@ -77,7 +77,8 @@ class Heartbeat:
         facts.remove(self._attempt, self._recorder.now().process)
       return
     if self._recorder.now().state == facts.RUNNING:
-      state, message = facts.DONE, ''
+      state = facts.DONE
+      message = ''
       if isinstance(error, exit_codes.Preempted):
         state = facts.PREEMPTED
         message = f'SIGTERM; step {error.step} is saved' if error.step else 'SIGTERM'
@@ -111,23 +112,29 @@ class Heartbeat:
       self._failing.discard(name)
 
   def _run(self) -> None:
-    before, stalled, ticks = time.monotonic(), 0.0, 0
+    before = time.monotonic()
+    stalled = 0.0
+    ticks = 0
     while not self._over.wait(PERIOD_SECONDS):
       # If the machine was suspended, nothing was watched meanwhile.
       now = time.monotonic()
-      seconds, before = min(now - before, 2 * PERIOD_SECONDS), now
+      seconds = min(now - before, 2 * PERIOD_SECONDS)
+      before = now
       self._beat()
       own = self._recorder.now()
-      stalled, ticks = 0.0 if own.ticks != ticks else stalled + seconds, own.ticks
+      stalled = 0.0 if own.ticks != ticks else stalled + seconds
+      ticks = own.ticks
       if stalled >= self._stall_seconds:
         self._end_process(own, stalled)
       if self._attempt is not None:
         self.attempt('profile', self._poll)
 
   def _end_process(self, own: facts.Facts, stalled: float) -> None:
-    message, code = own.message, own.exit_code
+    message = own.message
+    code = own.exit_code
     if own.state == facts.RUNNING:
-      message, code = f'{own.name} has been {own.place} for {stalled:.0f} s', exit_codes.LOST
+      message = f'{own.name} has been {own.place} for {stalled:.0f} s'
+      code = exit_codes.LOST
     else:  # it has failed, and something does not let it close
       traceback.print_exception(self._failure)
     faulthandler.dump_traceback(2)  # file 2: sys.stderr may be something else

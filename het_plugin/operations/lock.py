@@ -69,7 +69,8 @@ def taken(file: IO[str]) -> bool | None:
 
 
 def _lock(file, model_dir: epath.Path, patience: float) -> None:
-  deadline, waiting = time.monotonic() + patience, False
+  deadline = time.monotonic() + patience
+  waiting = False
   while not (has_lock := taken(file)):
     if has_lock is None:
       return _wait_for_silence(model_dir, patience)
@@ -95,7 +96,8 @@ def _wait_for_silence(model_dir: epath.Path, patience: float) -> None:
   if first is None or first.state != facts.RUNNING:
     return
   _say_that_it_waits(model_dir, first.name, patience)
-  deadline, now = time.monotonic() + patience, first
+  deadline = time.monotonic() + patience
+  now = first
   while time.monotonic() < deadline:
     time.sleep(min(_POLL_SECONDS * 5, patience / 4))
     now = facts.read(facts.file(folders[-1], 0)) or now

@@ -43,9 +43,13 @@ class _JsonFormatter(logging.Formatter):
   def format(self, record: logging.LogRecord) -> str:
     now = self._recorder.now()
     line = {
-      **{'time': record.created, 'level': record.levelname, 'process': now.process},
-      **{'step': now.step, 'phase': now.phase},
-      **{'logger': record.name, 'message': record.getMessage()},
+      'time': record.created,
+      'level': record.levelname,
+      'process': now.process,
+      'step': now.step,
+      'phase': now.phase,
+      'logger': record.name,
+      'message': record.getMessage(),
     }
     if record.exc_info:
       line['exception'] = self.formatException(record.exc_info)

@@ -82,7 +82,8 @@ class Operations(observer.Observer):
       raise ValueError(f'{file} cannot be written: {error.strerror}') from error
 
   def begin(self) -> None:
-    model_dir, files = self._run.model_dir, self._files
+    model_dir = self._run.model_dir
+    files = self._files
     attempt = files.enter_context(lock.held(model_dir))
     files.enter_context(profiles.server(self._run.profiler_port))
     files.enter_context(logs.written(model_dir, self.recorder))

@@ -144,7 +144,8 @@ class Profiler:
     """Looks for a request, plans it, and removes it when it is past; called every few seconds."""
     if not self._request.exists():
       return
-    asked, now = run_files.read_json(self._request) or {}, self._recorder.now()
+    asked = run_files.read_json(self._request) or {}
+    now = self._recorder.now()
     if 'first' not in asked:
       if not (self._is_first and now.steps):  # the time per step is not known yet
         return

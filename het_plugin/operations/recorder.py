@@ -76,7 +76,8 @@ class Recorder:
   def now(self) -> Facts:
     """The facts at this moment."""
     with self._lock:
-      now, phase = self._clock(), self._phases[-1]
+      now = self._clock()
+      phase = self._phases[-1]
       seconds = dict(self._seconds)
       seconds[phase] = seconds.get(phase, 0.0) + now - self._since
       idle = now - self._last_tick

@@ -18,7 +18,8 @@ from het_plugin.operations.facts import FAILED, FOLDER, RUNNING, Facts
 from het_plugin.training import observer, run_files
 
 # Further states of a run. STALE: it stopped giving signs of life, without a reason.
-STARTING, STALE = 'starting', 'stale'
+STARTING = 'starting'
+STALE = 'stale'
 KILLED = 'killed'  # an attempt that did not write how it ended
 
 # {key of 'metrics': (scalar, title, format)}
@@ -85,8 +86,13 @@ def read(
   pace = _seconds_per_step(start, scalars)
   knows_end = state == RUNNING and total is not None and pace is not None
   found = {
-    **{'run_dir': os.fspath(folder), 'time': now, 'state': state, 'message': message},
-    **{'seconds_since_sign_of_life': age, 'step': step, 'total_steps': total},
+    'run_dir': os.fspath(folder),
+    'time': now,
+    'state': state,
+    'message': message,
+    'seconds_since_sign_of_life': age,
+    'step': step,
+    'total_steps': total,
     'percent': 100 * step / total if total else None,
     'seconds_per_step': pace,
     'eta_seconds': (total - step) * pace if knows_end else None,
@@ -109,7 +115,9 @@ def read(
 
 def _last_scalars(folder: epath.Path) -> tuple[Scalars, list[str]]:
   """{name: (step, last value)}, and sentences about damaged lines."""
-  path, found, damaged = folder / 'metrics.jsonl', {}, []
+  path = folder / 'metrics.jsonl'
+  found = {}
+  damaged = []
   for line in run_files.read_lines(path, damaged.append, run_files.TAIL_BYTES):
     step = line.pop('step')
     numbers = {k: x for k, x in line.items() if x is None or isinstance(x, (int, float))}
@@ -185,7 +193,8 @@ def _process_rows(
   """A row per process; `is_behind` means that all wait and this one has made less progress."""
   rows = []
   for facts in processes:
-    age, runs = max(0.0, now - facts.time), facts.state == RUNNING
+    age = max(0.0, now - facts.time)
+    runs = facts.state == RUNNING
     rows.append(
       {
         **{name: getattr(facts, name) for name in _PROCESS_COLUMNS},
@@ -216,7 +225,9 @@ def _attempt_rows(attempts: Mapping[int, Facts], state: str) -> list[dict[str, A
 def _problems(found: Mapping[str, Any]) -> list[str]:
   """Problems that deserve a look, one sentence each."""
   problems = []
-  state, age, metrics = found['state'], found['seconds_since_sign_of_life'], found['metrics']
+  state = found['state']
+  age = found['seconds_since_sign_of_life']
+  metrics = found['metrics']
   if state == FAILED:
     reason = (found['message'] or 'no reason is given').rstrip('.')
     problems.append(f'The run failed: {reason}.')

@@ -95,7 +95,8 @@ def _files(found: Found) -> list[tuple[str, str]]:
 
 
 def _processes(processes: Sequence[Mapping[str, Any]]) -> reporting.Table:
-  shown, caption = processes, 'processes'
+  shown = processes
+  caption = 'processes'
   if len(processes) > _SHOWN_PROCESSES:
     order = sorted(
       processes,

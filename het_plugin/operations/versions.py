@@ -12,7 +12,8 @@ def unsupported() -> str:
 
   The ranges of the core and of the extra `train` count. A package may also be missing.
   """
-  found, wanted = [], []
+  found = []
+  wanted = []
   for requirement in _of(importlib.metadata.requires, 'het_plugin') or ():
     name, bounds, marker = _REQUIREMENT.match(requirement).groups()
     if marker and 'train' not in marker:

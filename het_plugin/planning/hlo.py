@@ -45,7 +45,9 @@ def collectives(hlo: str) -> list[Collective]:
   its channel, in every fusion that overlaps with it: it counts once. libtpu's computation
   all-reduce-scatter has an all-reduce, which is compiled as a reduce-scatter.
   """
-  counts, sizes, loops = Counter(), Counter(), Counter()
+  counts = Counter()
+  sizes = Counter()
+  loops = Counter()
   for kind, times, size, in_loop in _moved(*parse(hlo)):
     counts[kind] += times
     sizes[kind] += times * size

@@ -56,7 +56,8 @@ def plan(request: Request) -> dict[str, Any]:
   """
   place = topology.get(request.topology, request.num_slices)
   settings = configure(request, place)
-  model, partitioner = settings['model'], settings['partitioner']
+  model = settings['model']
+  partitioner = settings['partitioner']
   num_samples = _num_samples(model)
   if request.needs_samples and num_samples is None:
     head = type(getattr(model, 'head', model)).__name__
@@ -168,7 +169,8 @@ def _element_spec(cfg: data.DatasetConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _num_samples(model: Any) -> int | None:
   """S of the training loss; None if it draws nothing."""
-  head, integrator = getattr(model, 'head', None), getattr(model, 'train_integrator', None)
+  head = getattr(model, 'head', None)
+  integrator = getattr(model, 'train_integrator', None)
   is_sigmoid = getattr(head, 'link', None) == 'sigmoid' and not getattr(head, 'get_logits', None)
   is_exact = is_sigmoid and getattr(integrator, 'method', None) != 'sample'
   if is_exact or type(head).__name__ in _WITHOUT_NOISE:

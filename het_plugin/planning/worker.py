@@ -49,7 +49,8 @@ class Request:
     self, batch: int | None = None, num_samples: int | None = None, head: str | None = None
   ) -> 'Request':
     """The train step of the same run, optionally with another batch size, S or head."""
-    files, bindings = [*self.gin_files], [*self.gin_bindings]
+    files = [*self.gin_files]
+    bindings = [*self.gin_bindings]
     if head is not None:
       files.append(file_of_head(head))
     if batch is not None:
@@ -77,7 +78,8 @@ def compile_in_process(request: Request) -> dict[str, Any]:
   environment = os.environ | topology.environment(request.topology)
   environment['PYTHONPATH'] = os.pathsep.join(filter(None, sys.path))
   with tempfile.TemporaryDirectory() as name, (Path(name) / 'log').open('w+') as log:
-    asked, answer = Path(name) / 'asked.json', Path(name) / 'answer.json'
+    asked = Path(name) / 'asked.json'
+    answer = Path(name) / 'answer.json'
     asked.write_text(json.dumps(dataclasses.asdict(request)))
     command = [sys.executable, '-c', _RUN, str(asked), str(answer)]
     with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:

@@ -6,7 +6,12 @@ _MODULES = {  # imported on first use: tables need no matplotlib
   'columns': ('Table', 'cell', 'counted', 'p_text'),
   'pictures': ('covariance_png', 'examples_png', 'thumbnail_png'),
   'plots': (
-    *('curve_pngs', 'grid_png', 'lines_png', 'reliability_png', 'scatter_png', 'shots_png'),
+    'curve_pngs',
+    'grid_png',
+    'lines_png',
+    'reliability_png',
+    'scatter_png',
+    'shots_png',
     'unit_curves_png',
   ),
   'progress': ('Progress',),

@@ -94,7 +94,9 @@ def tables_of(
     groups[title] = [of_row.get(title, {}) for of_row in further]
   found = []
   for caption, members in groups.items():
-    header, lines, best = [row_title], [[str(row['name'])] for row in everything], set()
+    header = [row_title]
+    lines = [[str(row['name'])] for row in everything]
+    best = set()
     for column, name in enumerate(_ordered_fields(members), 1):
       title, cells, leaders = _column(name, members, len(rows))
       header.append(title)

@@ -11,7 +11,9 @@ from het_plugin.reporting import style
 from het_plugin.reporting.report import Picture
 
 # Of about the same contrast on a white and on a dark page.
-_BAR, _RIGHT, _WRONG = '#3f7fc8', '#1a8a63', '#d0571a'
+_BAR = '#3f7fc8'
+_RIGHT = '#1a8a63'
+_WRONG = '#d0571a'
 _NAME_LENGTH = 40
 _MATRIX_NAME_LENGTH = 14
 

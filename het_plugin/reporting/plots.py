@@ -36,9 +36,11 @@ def curve_pngs(curves: Curves) -> list[bytes]:
 
 
 def _panel(ax: Axes, name: str, lines: Mapping, styles: Mapping) -> None:
-  lows, highs = [], []
+  lows = []
+  highs = []
   for head, (step, values) in lines.items():
-    step, values = np.asarray(step, float), np.asarray(values, float)
+    step = np.asarray(step, float)
+    values = np.asarray(values, float)
     color, dashes = styles[head]
     smooth = _smooth(values)
     if len(values) > 2 and not np.array_equal(smooth, values, equal_nan=True):
@@ -96,7 +98,8 @@ def lines_png(
   """
   figure, ax = _figure(xlabel, ylabel)
   for i, (name, (color, dashes)) in enumerate(style.line_styles(lines).items()):
-    x, y = lines[name][0], np.asarray(lines[name][1], float)
+    x = lines[name][0]
+    y = np.asarray(lines[name][1], float)
     marker = style.MARKERS[i % len(style.MARKERS)] if len(x) <= 30 else ''
     y = np.where(np.isfinite(y) & ((y > 0) | (not log_y)), y, np.nan)
     ax.plot(x, y, color=color, linestyle=dashes, marker=marker, markersize=5, label=name)

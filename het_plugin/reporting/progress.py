@@ -43,11 +43,15 @@ class Progress:
     ends before `first` seconds shows nothing; None is a bar at once, and a line after `seconds`.
     """
     self._stream = sys.stderr if stream is None else stream
-    self._title, self._total, self._unit = title, total, unit
+    self._title = title
+    self._total = total
+    self._unit = unit
     self._start_count = self.count = self._done = done
     self._shown = shown and jax.process_index() == 0
     self._start = time.monotonic()
-    self._bar, self._pause, self._first = None, seconds, first
+    self._bar = None
+    self._pause = seconds
+    self._first = first
     if self._shown and self._stream.isatty():
       self._bar = _bar(self._stream)
       self._pause = _REFRESH_SECONDS
@@ -61,7 +65,8 @@ class Progress:
     """Adds to the count; `note` is shown behind it, such as a loss."""
     now = time.monotonic()
     if self.count == self._done and number <= (self._total - self.count) / 10:
-      self._start, self._start_count = now, self.count + number
+      self._start = now
+      self._start_count = self.count + number
       if self._first is None:
         self._next = max(self._next, now + self._pause)
     self.count += number

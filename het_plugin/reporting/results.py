@@ -54,9 +54,11 @@ def _json(value: Any, indent: str = '\n') -> Iterator[str]:
   inner = f'{indent}  '
   if isinstance(value, Mapping):
     named = ((json.dumps(str(name)), x) for name, x in value.items())
-    brackets, entries = '{}', (itertools.chain([name, ': '], _json(x, inner)) for name, x in named)
+    brackets = '{}'
+    entries = (itertools.chain([name, ': '], _json(x, inner)) for name, x in named)
   elif isinstance(value, Sequence) and not isinstance(value, list | tuple | str | bytes):
-    brackets, entries = '[]', ([_text(x, inner)] for x in value)
+    brackets = '[]'
+    entries = ([_text(x, inner)] for x in value)
   else:
     yield _text(value, indent)
     return

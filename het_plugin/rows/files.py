@@ -132,7 +132,8 @@ def write(path: epath.PathLike, rows: Rows) -> None:
     raise ValueError(f'{path} must end in .npz or .safetensors')
   labels = rows.labels.astype(np.int32)
   one_each = 'log_prob' in rows.columns and labels.shape[1] == 1
-  label, index = labels[:, 0] if one_each else labels, rows.index.astype(np.int64)
+  label = labels[:, 0] if one_each else labels
+  index = rows.index.astype(np.int64)
   beside = {'label_weight': rows.label_weight, 'annotator': rows.annotator}
   named = {**rows.columns, 'label': label, 'index': index, **beside}
   arrays = {name: np.ascontiguousarray(x) for name, x in named.items() if x is not None}
@@ -453,7 +454,8 @@ def _check(rows: Rows) -> None:
     blocks = _blocks(rows.features)
     if wrong := sum(int((~np.isfinite(block).all(axis=1)).sum()) for block in blocks):
       raise ValueError(f'there are {wrong} rows that are not finite')
-  names, num_classes = rows.class_names, None
+  names = rows.class_names
+  num_classes = None
   if 'log_prob' in rows.columns:
     num_classes = rows.log_prob.shape[1]
     if names is not None and len(names) != num_classes:

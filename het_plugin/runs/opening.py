@@ -61,7 +61,8 @@ class Configuration:
   def __init__(self, checkpoint: str, step: int | None, arrays: Mapping[str, np.ndarray] | None):
     """Of gin's current configuration. `arrays` are the content of a published file."""
     self.checkpoint, self.step, self.text = checkpoint, step, gin.config_str()
-    self._state, self._arrays = gin_state.capture(), arrays
+    self._state = gin_state.capture()
+    self._arrays = arrays
     self._made: dict[str, Any] = {}
 
   @contextlib.contextmanager
@@ -126,9 +127,11 @@ class Configuration:
 
     Of a contrastive model it is the image tower, for which there are such names.
     """
-    model, params = self.argument('model'), self.read_params()
+    model = self.argument('model')
+    params = self.read_params()
     num_classes = getattr(model.head, 'num_classes', None)
-    noise_dim, kernel = None, params.get('head/kernel')
+    noise_dim = None
+    kernel = params.get('head/kernel')
     if num_classes is None:
       params = {name: x for name, x in params.items() if name.startswith('backbone/')}
     elif kernel is not None and hasattr(model.head, 'unpadded_noise_dim'):
@@ -138,7 +141,8 @@ class Configuration:
 
   def describe(self) -> dict[str, Any]:
     """What a file of the parameters should say of the model, as JSON values."""
-    model, lengths = self.argument('model'), self.argument('train_dataset_cfg').task_feature_lengths
+    model = self.argument('model')
+    lengths = self.argument('train_dataset_cfg').task_feature_lengths
     head = getattr(model, 'head', None)
     temperature = getattr(head, 'temperature', None)
     bounds = {x: getattr(temperature, x, None) for x in ('tau', 'tau_min', 'tau_max')}
@@ -162,7 +166,8 @@ class Configuration:
     """
     from het_plugin.training import checkpoints, optimizers, warm_start
 
-    model, partitioner = self.argument('model'), self.argument('partitioner')
+    model = self.argument('model')
+    partitioner = self.argument('partitioner')
     dataset = self.argument('train_dataset_cfg')
     lengths = dataset.task_feature_lengths
     is_run = self._arrays is None
@@ -171,7 +176,8 @@ class Configuration:
     restore = checkpoints.RestoreCheckpointConfig(
       self.checkpoint, mode='specific', head=head, ema=ema
     )
-    errors, to_try = [], [_CHANNELS[0]]
+    errors = []
+    to_try = [_CHANNELS[0]]
     while to_try:
       channels = to_try.pop(0)
       init = functools.partial(initial_variables, model, lengths, channels)
@@ -250,7 +256,8 @@ def configuration(
 
     step = arrays = None
     if weights.is_weights_file(checkpoint):
-      frame, arrays = published, weights.read_arrays(checkpoint)
+      frame = published
+      arrays = weights.read_arrays(checkpoint)
       found = _published_bindings(checkpoint, arrays, not gin_files, frame == PUBLISHED_PAIRS)
       bindings = [*found, *bindings]
     else:
@@ -312,7 +319,8 @@ def _published_bindings(
 def _fit_mesh(bindings: Sequence[str]) -> None:
   """Reduces the mesh of the run if it does not fit the devices here, where it is not typed."""
   typed = [name for name in MESH if any(name in binding for binding in bindings)]
-  num_devices, num_replicas = jax.device_count(), _bound_size(_REPLICAS)
+  num_devices = jax.device_count()
+  num_replicas = _bound_size(_REPLICAS)
   if (model := _bound_size(_SUBMESH)) > 1 and _SUBMESH not in typed:
     if _PARTITIONS in typed or num_devices % (num_replicas * model):  # num_partitions replaces it
       gin.bind_parameter(_SUBMESH, None)

@@ -137,7 +137,8 @@ class Run:
     pool: str = 'mean',
   ) -> Iterator[Rows]:
     """The rows of each batch that has any; arguments as in `rows` and `PerExample.__call__`."""
-    compute, link = self.computing(columns, pool=pool), 'softmax'
+    compute = self.computing(columns, pool=pool)
+    link = 'softmax'
     if 'log_prob' in columns:
       link = self.model.head.link
     for found in compute(self.params, batches, batch_size, max_examples):
@@ -151,7 +152,8 @@ class Run:
 
     The columns of layers are [n, D] in `dtype`; they are pooled in float32 first.
     """
-    columns, dtype = tuple(columns), jnp.dtype(dtype)
+    columns = tuple(columns)
+    dtype = jnp.dtype(dtype)
     of_head = 'log_prob', 'location_top'
     layers = {layer_of(name): name for name in columns if name not in of_head}
 
@@ -226,7 +228,8 @@ class Run:
     size = len(batch['image'])
     padding = -size % self.partitioner.data_shards  # a mesh takes whole numbers of rows per device
     unlabelled = np.full((size, self.max_labels), -1, np.int32)
-    index, mask = np.arange(size, dtype=np.int32), np.ones(size, np.float32)
+    index = np.arange(size, dtype=np.int32)
+    mask = np.ones(size, np.float32)
     whole = {'label': unlabelled, 'index': index, 'mask': mask, **batch}
     whole = {
       name: np.pad(x, [(0, padding)] + [(0, 0)] * (np.ndim(x) - 1)) for name, x in whole.items()

@@ -77,7 +77,8 @@ class SplitFiles:
         or self._differs(path, files.read_provenance(path), overwrite)
       )
       made_with = run_files.read_json(self.unfinished / 'settings.json')
-      shards, found = self.shards() if missing else [], Pending(missing)
+      shards = self.shards() if missing else []
+      found = Pending(missing)
       if shards and made_with and not self._differs(self.unfinished, made_with, overwrite):
         with files.reading(str(shards[-1])), np.load(shards[-1]) as rows:
           if {rows_lib.column(x) for x in missing} <= set(rows):
@@ -133,8 +134,10 @@ class SplitFiles:
       shutil.rmtree(self.unfinished, ignore_errors=True)
       self.unfinished.mkdir(parents=True)
       run_files.write_json(self.unfinished / 'settings.json', dict(self.settings))
-    position, num_rows = pending.position, pending.num_rows
-    parts, written = [], time.monotonic()
+    position = pending.position
+    num_rows = pending.num_rows
+    parts = []
+    written = time.monotonic()
 
     def commit() -> None:
       if is_first and parts:
@@ -154,7 +157,8 @@ class SplitFiles:
           for layer, column in zip(pending.layers, columns, strict=True):
             check_finite(layer, rows[column], rows['index'])
           parts.append(rows)
-          position, num_rows = position + batch_size, num_rows + len(rows['index'])
+          position = position + batch_size
+          num_rows = num_rows + len(rows['index'])
           on_rows(len(rows['index']))
           if stopping.reached():
             raise exit_codes.Preempted(num_rows)
@@ -194,7 +198,8 @@ class SplitFiles:
   def _write(self, layers, dtype, num_rows, class_names, provenance) -> None:
     """Writes a file per layer, one layer in memory at a time, and deletes the shards."""
     for layer in layers:
-      column, parts = rows_lib.column(layer), []
+      column = rows_lib.column(layer)
+      parts = []
       for path in self.shards():
         with np.load(path) as shard:
           found = {x: shard[x] for x in shard if not x.startswith('features') or x == column}

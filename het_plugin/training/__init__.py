@@ -14,11 +14,24 @@ CONFIGURABLES = {
 # Settings that may change between two starts of a run without changing its results
 # (config/changes.py).
 SAME_RESULTS = (
-  *('train.model_dir', 'train.partitioner', 'train.total_steps', 'train.actions'),
-  *('train.train_eval_dataset_cfg', 'train.infer_eval_dataset_cfg'),
-  *('train.eval_steps', 'train.eval_period', 'train.stats_period'),
-  *('train.profile_steps', 'train.profiler_port', 'train.nonfinite', 'train.evaluate_again'),
-  *('*.num_microbatches', '*.norm_groups', 'with_ema.evaluate'),
+  'train.model_dir',
+  'train.partitioner',
+  'train.total_steps',
+  'train.actions',
+  'train.train_eval_dataset_cfg',
+  'train.infer_eval_dataset_cfg',
+  'train.eval_steps',
+  'train.eval_period',
+  'train.stats_period',
+  'train.profile_steps',
+  'train.profiler_port',
+  'train.nonfinite',
+  'train.evaluate_again',
+  '*.num_microbatches',
+  '*.norm_groups',
+  'with_ema.evaluate',
   # Not SaveCheckpointConfig.dtype, which rounds the parameters that a run resumes from.
-  *('SaveCheckpointConfig.period', 'SaveCheckpointConfig.keep', 'CheckpointConfig.restore'),
+  'SaveCheckpointConfig.period',
+  'SaveCheckpointConfig.keep',
+  'CheckpointConfig.restore',
 )

@@ -31,7 +31,9 @@ PyTree = Any
 PREFIX = 'checkpoint'
 _EMA = '/ema_params/'  # the field of `optimizers.EmaState`
 # Entries that `seal` adds to a record.
-_STEP, _CHECKSUMS, _DIGEST = 'step', 'checksums', 'digest'
+_STEP = 'step'
+_CHECKSUMS = 'checksums'
+_DIGEST = 'digest'
 _NAME = rf'{PREFIX}_\d+'
 
 
@@ -210,7 +212,8 @@ def describe(checkpoint: epath.Path) -> tuple[Description | None, dict[str, Any]
   """JSON of a checkpoint (None if it has no record) and metadata of its arrays by name."""
 
   def read() -> tuple[Description | None, dict[str, Any]]:
-    saved, description = named(_metadata(checkpoint)), read_json(checkpoint)
+    saved = named(_metadata(checkpoint))
+    description = read_json(checkpoint)
     if description is not None and set(description.checksums) != set(saved):
       raise ValueError('its arrays differ from what was saved')
     return description, saved

@@ -252,7 +252,8 @@ class Checkpointer:
   def wait_until_finished(self) -> None:
     """Blocks until the last save is on disk; SaveFailed if it failed on some process."""
     if self._saving is not None:
-      saving, self._saving = self._saving, None
+      saving = self._saving
+      self._saving = None
       self._check(self._saving_step, saving.exception())
 
   def _check(self, step: int, failure: BaseException | None) -> None:

@@ -81,7 +81,8 @@ def _replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
 def _checksum(x: jax.Array) -> jax.Array:
   x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
   bits = lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])  # 8 bytes: [..., 2]
-  place, stride = jnp.zeros(bits.shape, jnp.uint32), 1
+  place = jnp.zeros(bits.shape, jnp.uint32)
+  stride = 1
   for axis in reversed(range(bits.ndim)):
     place += lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride % 2**32)
     stride *= bits.shape[axis]

@@ -32,7 +32,8 @@ Batch = step_lib.Batch
 Metrics = step_lib.Metrics
 PyTree = Any
 
-LUKETINA, SIMPLE = 'luketina', 'simple'
+LUKETINA = 'luketina'
+SIMPLE = 'simple'
 
 
 def temperature_optimizer(

@@ -185,7 +185,9 @@ class TrainLoop:
     if first is not None and tau is not None and 0 < abs(tau - first) < _NEAR * first:
       _log.info(
         'tau ends at %.3f, within %.0f%% of its start, %.3f: a short run leaves it near there.',
-        *(tau, 100 * _NEAR, first),
+        tau,
+        100 * _NEAR,
+        first,
       )
 
   def evaluate(self) -> bool:

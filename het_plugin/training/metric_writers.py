@@ -140,7 +140,8 @@ class RunWriter:
   def __init__(self, model_dir: epath.PathLike, resume_step: int, evaluated: bool = True):
     """Touches no file yet; arguments as of `JsonlWriter`."""
     self._model_dir = os.fspath(model_dir)
-    self._resume_step, self._evaluated = resume_step, evaluated
+    self._resume_step = resume_step
+    self._evaluated = evaluated
     self._writes = jax.process_index() == 0
     self._pool = asynclib.Pool('metrics', max_workers=1)
 

@@ -19,7 +19,8 @@ from het_plugin.training import run_files
 _log = logging.getLogger(__name__)
 
 EXIT_CODE = 3
-STOP, SKIP = 'stop', 'skip'
+STOP = 'stop'
+SKIP = 'skip'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,12 @@ class NonFiniteGuard:
     _log.error(
       'Step %d is not finite (loss %g, gradient norm %g, update norm %g) and changed no parameter: '
       '%s. See %s.',
-      *(step, values['loss'], values['gradient_norm'], values['update_norm'], verdict, path),
+      step,
+      values['loss'],
+      values['gradient_norm'],
+      values['update_norm'],
+      verdict,
+      path,
     )
     if jax.process_index() == 0:
       row = {

@@ -25,8 +25,14 @@ LogicalAxisRules = Sequence[tuple[str, str | tuple[str, ...] | None]]
 # The replicated names of t5x and of the heads: the factors R and the noise dimension Q are not
 # split.
 _REPLICATED_AXES = (
-  *('relpos_buckets', 'abspos_buckets', 'length', 'layers', 'stack', 'mlp_activations'),
-  *('factors', 'noise'),
+  'relpos_buckets',
+  'abspos_buckets',
+  'length',
+  'layers',
+  'stack',
+  'mlp_activations',
+  'factors',
+  'noise',
 )
 
 
@@ -130,7 +136,8 @@ class PjitPartitioner:
         f'Set num_partitions or model_parallel_submesh, not both: they are {num_partitions} and '
         f'{tuple(model_parallel_submesh)}.'
       )
-    setting, model = f'num_partitions={num_partitions}', num_partitions
+    setting = f'num_partitions={num_partitions}'
+    model = num_partitions
     if model_parallel_submesh is not None:
       setting = f'model_parallel_submesh={tuple(model_parallel_submesh)}'
       model = math.prod(model_parallel_submesh)
@@ -154,7 +161,8 @@ class PjitPartitioner:
     names = ('data', 'model')
     rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
     if num_replicas > 1:
-      shape, names = (num_replicas, *shape), ('replica', *names)
+      shape = (num_replicas, *shape)
+      names = ('replica', *names)
       # Experts are split over 'data', so their tokens stay within a replica.
       replicated = {('batch', 'data'): ('replica', 'data'), ('expert_group', None): 'replica'}
       rules = [(name, replicated.get((name, axis), axis)) for name, axis in rules]
@@ -321,7 +329,8 @@ def _mesh_devices(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.n
     raise ValueError(
       f'num_replicas must be the number of TPU slices, {num_slices}; the mesh is {shape}.'
     )
-  within, across = (1, *shape[1:]), (num_slices, *(1,) * len(shape[1:]))
+  within = (1, *shape[1:])
+  across = (num_slices, *(1,) * len(shape[1:]))
   return mesh_utils.create_hybrid_device_mesh(
     within, across, devices, allow_split_physical_axes=True
   )

@@ -35,7 +35,8 @@ class TrainState(struct.PyTreeNode):
   ) -> 'TrainState':
     """The state at step 0, from the result of a model's `get_initial_variables`."""
     variables = core.unfreeze(model_variables)
-    params, params_axes = variables.pop('params'), variables.pop('params_axes', {})
+    params = variables.pop('params')
+    params_axes = variables.pop('params_axes', {})
     if variables:
       raise ValueError(
         f'The model has the mutable collections {", ".join(sorted(variables))}; this trainer '

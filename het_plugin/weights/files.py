@@ -16,10 +16,14 @@ from etils import epath
 
 SUFFIXES = ('.npz', '.safetensors')
 # An .npz file whose arrays are larger than both is refused before they are unpacked.
-_SMALL_BYTES, _LARGEST_RATIO = 2**28, 50
+_SMALL_BYTES = 2**28
+_LARGEST_RATIO = 50
 # safetensors' own reader for numpy does not know bfloat16.
 SAFETENSORS_DTYPES = {
-  **{'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BOOL': np.bool_},
+  'F64': np.float64,
+  'F32': np.float32,
+  'F16': np.float16,
+  'BOOL': np.bool_,
   **{f'{kind}{bits}': f'{kind.lower()}{bits // 8}' for kind in 'IU' for bits in (8, 16, 32, 64)},
   'BF16': ml_dtypes.bfloat16,
 }

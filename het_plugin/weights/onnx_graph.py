@@ -23,17 +23,47 @@ OPSET = 18
 _LARGEST = np.iinfo(np.int64).max
 # Name of the parameter that holds the function that an operation calls.
 _CALLS = {
-  **{'jit': 'jaxpr', 'pjit': 'jaxpr', 'checkpoint': 'jaxpr', 'remat2': 'jaxpr'},
-  **{'custom_jvp_call': 'call_jaxpr', 'custom_vjp_call': 'call_jaxpr', 'closed_call': 'call_jaxpr'},
+  'jit': 'jaxpr',
+  'pjit': 'jaxpr',
+  'checkpoint': 'jaxpr',
+  'remat2': 'jaxpr',
+  'custom_jvp_call': 'call_jaxpr',
+  'custom_vjp_call': 'call_jaxpr',
+  'closed_call': 'call_jaxpr',
 }
 _SAME_NAME = {
-  **{'neg': 'Neg', 'exp': 'Exp', 'log': 'Log', 'tanh': 'Tanh'},
-  **{'sqrt': 'Sqrt', 'abs': 'Abs', 'sign': 'Sign', 'floor': 'Floor', 'ceil': 'Ceil', 'erf': 'Erf'},
-  **{'sin': 'Sin', 'cos': 'Cos', 'add': 'Add', 'add_any': 'Add', 'sub': 'Sub', 'mul': 'Mul'},
-  **{'div': 'Div', 'max': 'Max', 'min': 'Min', 'pow': 'Pow', 'eq': 'Equal', 'lt': 'Less'},
-  **{'le': 'LessOrEqual', 'gt': 'Greater', 'ge': 'GreaterOrEqual'},
-  **{'and': 'And', 'or': 'Or', 'xor': 'Xor', 'not': 'Not'},  # of bool only
-  **{'stop_gradient': 'Identity', 'copy': 'Identity', 'copy_p': 'Identity'},
+  'neg': 'Neg',
+  'exp': 'Exp',
+  'log': 'Log',
+  'tanh': 'Tanh',
+  'sqrt': 'Sqrt',
+  'abs': 'Abs',
+  'sign': 'Sign',
+  'floor': 'Floor',
+  'ceil': 'Ceil',
+  'erf': 'Erf',
+  'sin': 'Sin',
+  'cos': 'Cos',
+  'add': 'Add',
+  'add_any': 'Add',
+  'sub': 'Sub',
+  'mul': 'Mul',
+  'div': 'Div',
+  'max': 'Max',
+  'min': 'Min',
+  'pow': 'Pow',
+  'eq': 'Equal',
+  'lt': 'Less',
+  'le': 'LessOrEqual',
+  'gt': 'Greater',
+  'ge': 'GreaterOrEqual',
+  'and': 'And',
+  'or': 'Or',
+  'xor': 'Xor',
+  'not': 'Not',  # of bool only
+  'stop_gradient': 'Identity',
+  'copy': 'Identity',
+  'copy_p': 'Identity',
 }
 
 
@@ -46,7 +76,8 @@ class Graph:
 
   def __init__(self, batch: Any):
     """`batch` is the symbolic dimension."""
-    self.nodes, self.constants = [], {}
+    self.nodes = []
+    self.constants = {}
     self.batch, self.batch_size = batch, Name('batch_size')
     self._numbers = itertools.count()
 
@@ -166,7 +197,8 @@ def _run(graph, jaxpr, inputs):
 
 
 def _of_equation(graph, eqn, inputs):
-  kind, params = eqn.primitive.name, eqn.params
+  kind = eqn.primitive.name
+  params = eqn.params
   if kind in _CALLS:
     return _run(graph, _closed(params[_CALLS[kind]]), inputs)
   if kind == 'platform_index':  # of jax.lax.platform_dependent: as on a CPU
@@ -196,7 +228,8 @@ def _written_out(graph, eqn, inputs):
   """The outputs of `lax.scan`, step by step. What is scanned over, or stacked, has a dimension more
   than in the body; the rest are constants and carries.
   """
-  body, length = _closed(eqn.params['jaxpr']), eqn.params['length']
+  body = _closed(eqn.params['jaxpr'])
+  length = eqn.params['length']
   if not isinstance(length, int):
     raise NotImplementedError('a loop over the batch')
   inner = [var.aval.shape for var in body.jaxpr.invars]
@@ -205,8 +238,10 @@ def _written_out(graph, eqn, inputs):
   ends = body.jaxpr.outvars
   num_carries = sum(len(a) == len(b.aval.shape) for a, b in zip(outer, ends, strict=True))
   cut = len(inputs) - num_scanned
-  fixed, carries = inputs[: cut - num_carries], inputs[cut - num_carries : cut]
-  stacks, steps = [], range(length)
+  fixed = inputs[: cut - num_carries]
+  carries = inputs[cut - num_carries : cut]
+  stacks = []
+  steps = range(length)
   for i in reversed(steps) if eqn.params['reverse'] else steps:
     rows = [_row(graph, x, i) for x in inputs[cut:]]
     outputs = _run(graph, body, [*fixed, *carries, *rows])
@@ -327,7 +362,8 @@ def _cumsum(graph, eqn, x):
 
 
 def _broadcast(graph, eqn, x):
-  wanted, given = eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape
+  wanted = eqn.outvars[0].aval.shape
+  given = eqn.invars[0].aval.shape
   aligned = [1] * len(wanted)
   for dim, axis in zip(given, eqn.params['broadcast_dimensions'], strict=True):
     aligned[axis] = dim
@@ -387,7 +423,8 @@ def _slice(graph, eqn, x):
 
 
 def _dynamic_slice(graph, eqn, x, *starts):
-  sizes, shape = eqn.params['slice_sizes'], eqn.invars[0].aval.shape
+  sizes = eqn.params['slice_sizes']
+  shape = eqn.invars[0].aval.shape
   for axis, (start, size, dim) in enumerate(zip(starts, sizes, shape, strict=True)):
     if size is dim or size == dim:
       continue
@@ -401,7 +438,9 @@ def _dynamic_slice(graph, eqn, x, *starts):
 
 
 def _split(graph, eqn, x):
-  axis, found, start = eqn.params['axis'], [], 0
+  axis = eqn.params['axis']
+  found = []
+  start = 0
   for size in eqn.params['sizes']:
     bounds = graph.ints([start]), graph.ints([start + size])
     found.append(graph.op('Slice', x, *bounds, graph.ints([axis])))
@@ -411,9 +450,12 @@ def _split(graph, eqn, x):
 
 def _gather(graph, eqn, x, index):
   """Two cases of XLA's gather: one slice at a constant place, and rows along one axis."""
-  numbers, sizes = eqn.params['dimension_numbers'], eqn.params['slice_sizes']
-  shape, of_index = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-  wanted, collapsed = numbers.start_index_map, numbers.collapsed_slice_dims
+  numbers = eqn.params['dimension_numbers']
+  sizes = eqn.params['slice_sizes']
+  shape = eqn.invars[0].aval.shape
+  of_index = eqn.invars[1].aval.shape
+  wanted = numbers.start_index_map
+  collapsed = numbers.collapsed_slice_dims
   if len(of_index) == 1 and not isinstance(index, Name) and not numbers.operand_batching_dims:
     starts = [0] * len(shape)
     for axis, start in zip(wanted, np.asarray(index), strict=True):
@@ -441,13 +483,16 @@ def _gather(graph, eqn, x, index):
 
 def _scatter_add(graph, eqn, x, index, update):
   """The transposes of `_gather` with a constant index: a padded update, and a sum of rows."""
-  numbers, shape = eqn.params['dimension_numbers'], eqn.invars[0].aval.shape
-  of_update, places = eqn.invars[2].aval.shape, numbers.scatter_dims_to_operand_dims
+  numbers = eqn.params['dimension_numbers']
+  shape = eqn.invars[0].aval.shape
+  of_update = eqn.invars[2].aval.shape
+  places = numbers.scatter_dims_to_operand_dims
   if isinstance(index, Name) or numbers.operand_batching_dims:
     raise NotImplementedError(f'a scatter of {numbers}')
   index = np.asarray(index)
   if index.ndim == 1 and not numbers.inserted_window_dims:
-    low, high = [0] * len(shape), [0] * len(shape)
+    low = [0] * len(shape)
+    high = [0] * len(shape)
     for axis, start in zip(places, index, strict=True):
       low[axis] = int(start)
       high[axis] = shape[axis] - of_update[axis] - int(start)
@@ -463,7 +508,8 @@ def _scatter_rows(reduction):
   """Rows that are added to, or compared with, the rows of a constant index."""
 
   def translate(graph, eqn, x, index, update):
-    numbers, shape = eqn.params['dimension_numbers'], eqn.invars[0].aval.shape
+    numbers = eqn.params['dimension_numbers']
+    shape = eqn.invars[0].aval.shape
     rows = tuple(range(1, len(shape)))
     of_rows = (numbers.update_window_dims, numbers.inserted_window_dims) == (rows, (0,))
     if isinstance(index, Name) or numbers.operand_batching_dims or not of_rows:
@@ -475,7 +521,8 @@ def _scatter_rows(reduction):
 
 
 def _iota(graph, eqn):
-  shape, axis = eqn.outvars[0].aval.shape, eqn.params['dimension']
+  shape = eqn.outvars[0].aval.shape
+  axis = eqn.params['dimension']
   if isinstance(shape[axis], int):
     row = np.arange(shape[axis], dtype=np.int64)
   else:
@@ -497,7 +544,8 @@ def _dot(graph, eqn, a, b):
   if rank_b == 2 and (of_a, of_b) == ((rank_a - 1,), (0,)) and not batch_a:
     return graph.op('MatMul', a, b)
   letters = iter('abcdefghijklmnopqrstuvwxyz')
-  left, right = [next(letters) for _ in range(rank_a)], [''] * rank_b
+  left = [next(letters) for _ in range(rank_a)]
+  right = [''] * rank_b
   for i, j in zip((*of_a, *batch_a), (*of_b, *batch_b), strict=True):
     right[j] = left[i]
   right = [letter or next(letters) for letter in right]
@@ -530,7 +578,8 @@ def _pool(kind):
 
   def translate(graph, eqn, x):
     params = eqn.params
-    window, strides = params['window_dimensions'], params['window_strides']
+    window = params['window_dimensions']
+    strides = params['window_strides']
     inside = range(1, len(window) - 1)
     is_plain = all(window[a] == strides[a] == 1 for a in (0, len(window) - 1))
     if not is_plain or max(*params['base_dilation'], *params['window_dilation']) > 1:

@@ -24,7 +24,8 @@ import numpy as np
 from het_plugin.weights import onnx_graph
 
 PLATFORMS = ('cpu', 'tpu', 'cuda')
-METADATA, CLASS_NAMES = 'metadata.json', 'class_names.txt'
+METADATA = 'metadata.json'
+CLASS_NAMES = 'class_names.txt'
 # What each format needs, and what brings it.
 NEEDED = {
   'stablehlo': (('flatbuffers',), 'flatbuffers'),
@@ -33,7 +34,12 @@ NEEDED = {
 }
 # Names in the folder of a program, of any format.
 _OURS = {
-  *(METADATA, 'program.stablehlo', 'model.onnx', 'saved_model.pb', 'variables', 'assets'),
+  METADATA,
+  'program.stablehlo',
+  'model.onnx',
+  'saved_model.pb',
+  'variables',
+  'assets',
   'fingerprint.pb',
 }
 # A file of flatbuffers or protocol buffers holds 2 GiB.

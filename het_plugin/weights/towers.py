@@ -184,7 +184,9 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
   end = 1 if is_siglip else vocab_size - 1
   padding = 0 if vocab_size >= 256_000 else end
   rows = np.zeros((-(-(vocab_size + 2) // 128) * 128, width), np.float32)
-  rows[0], rows[1], rows[2 : vocab_size + 2] = table[padding], table[end], table
+  rows[0] = table[padding]
+  rows[1] = table[end]
+  rows[2 : vocab_size + 2] = table
   flat['embedding'] = rows
   flat.setdefault('text_projection/bias', np.zeros(flat['text_projection/kernel'].shape[1]))
   default = 'gelu_pytorch_tanh' if is_siglip else 'gelu'
@@ -231,8 +233,10 @@ def read_config(path: epath.PathLike) -> dict[str, Any]:
 
 def _of_open_clip(settings):
   """The settings of open_clip under the names of transformers."""
-  model, pixels = settings['model_cfg'], settings.get('preprocess_cfg', {})
-  image, text = model['vision_cfg'], model['text_cfg']
+  model = settings['model_cfg']
+  pixels = settings.get('preprocess_cfg', {})
+  image = model['vision_cfg']
+  text = model['text_cfg']
   pooling = image.get('pool_type', 'tok'), text.get('pool_type', 'argmax')
   form = *pooling, text.get('no_causal_mask', False), text.get('proj_bias', False)
   if form not in (('tok', 'argmax', False, False), ('tok', 'last', True, True)):
@@ -259,8 +263,10 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     return _read_convnext(arrays, config)
   flat, skipped = _renamed(arrays, 'ViT', lambda name: _stem(name, _OUTER))
   kernel = flat['embedding/kernel']  # [P, P, C, D]
-  patch_size, width = kernel.shape[0], kernel.shape[-1]
-  is_clip, is_siglip = 'pre_norm/scale' in flat, 'pooling/probe' in flat
+  patch_size = kernel.shape[0]
+  width = kernel.shape[-1]
+  is_clip = 'pre_norm/scale' in flat
+  is_siglip = 'pooling/probe' in flat
   is_dino = 'block00/attention_scale' in flat
   is_rotary = 'position_embedding' not in flat
 
@@ -289,7 +295,8 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
       flat['position_embedding'] = np.pad(position, ((1, 0), (0, 0)))
     image_size = side * patch_size
 
-  names, architecture = ' '.join(arrays), config.get('architecture', '')
+  names = ' '.join(arrays)
+  architecture = config.get('architecture', '')
   # transformers' CLIP is OpenAI's; timm names the files that have its activation.
   is_openai = 'pre_layrnorm' in names or 'quickgelu' in architecture
   # These sizes of timm's SigLIP have the tanh approximation of GELU, the others the exact one.
@@ -415,7 +422,9 @@ def _convnext_stem(name):
 def _renamed(arrays, backbone, stem):
   """Parameters by our names without 'backbone/', and the names that the tower does not use."""
   roots = [root for root in ('visual.', 'vision_model.') if any(root in name for name in arrays)]
-  flat, skipped, unknown = _Params(), [], []
+  flat = _Params()
+  skipped = []
+  unknown = []
   for name, x in arrays.items():
     if roots and roots[0] not in name and 'visual_projection' not in name:
       skipped.append(name)  # belongs to the text tower
@@ -457,6 +466,7 @@ def _converted(ours, kind, x, transpose):
     'kv': ('key', 'value'),
     'gate_and_wi': ('wi_gate', 'wi'),
   }.get(layer, (layer,))
-  root, kind = ours.removesuffix(layer), 'kernel' if kind == 'weight' else 'bias'
+  root = ours.removesuffix(layer)
+  kind = 'kernel' if kind == 'weight' else 'bias'
   pieces = np.split(x, len(parts), axis=-1)
   return {f'{root}{part}/{kind}': piece for part, piece in zip(parts, pieces, strict=True)}

@@ -13,12 +13,14 @@ from het_plugin.weights import layouts, towers
 
 _log = logging.getLogger(__name__)
 
-KEEP, INIT = 'keep', 'init'
+KEEP = 'keep'
+INIT = 'init'
 HEADS = (KEEP, INIT)
 _SHOWN = 5  # names in an error
 _W_AND_B = ('head/kernel', 'head/bias')
 _OF_CLASSES = ('head/kernel', 'head/bias', 'head/noise_kernel')  # their last axis is padded
-_PARTS, _TEXT = ('backbone/', 'head/'), ('text_tower/', 'text_projection/')
+_PARTS = ('backbone/', 'head/')
+_TEXT = ('text_tower/', 'text_projection/')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +88,16 @@ def load_params(
   flat = unstacked(shapes)
   if towers.is_tower(arrays):
     tower = towers.read_tower(arrays, config or {})
-    source, unused, layout = dict(tower.params), list(tower.skipped), layouts.OURS
+    source = dict(tower.params)
+    unused = list(tower.skipped)
+    layout = layouts.OURS
     if any(name.startswith(_TEXT) for name in flat):
       source |= towers.read_text_tower(arrays, config or {}).params
       unused = []
   elif layouts.has_our_names(arrays):
-    source, unused, layout = unstacked(arrays), [], layouts.OURS
+    source = unstacked(arrays)
+    unused = []
+    layout = layouts.OURS
   else:
     unused = [name for name in arrays if layouts.is_optimizer_state(name)]
     source = layouts.canonical({name: x for name, x in arrays.items() if name not in unused})
@@ -107,7 +113,10 @@ def load_params(
       raise ValueError(f'skip has {pattern!r}, which matches no array of the file: {some}, ...')
     passed_over |= matched
 
-  read, loaded, initialised, wrong = {}, [], [], []
+  read = {}
+  loaded = []
+  initialised = []
+  wrong = []
   used = set()
   for ours, shape in flat.items():
     is_head = ours.startswith('head/')
@@ -270,7 +279,8 @@ def _resample(x, shape):
 
   If N is a square number plus one, the first embedding belongs to the class token.
   """
-  new, old = _grid(shape[0]), _grid(len(x))
+  new = _grid(shape[0])
+  old = _grid(len(x))
   if new is None or old is None or x.shape[1] != shape[1]:
     raise ValueError('cannot be resampled: the patches do not form a square grid')
   # Without an embedding of the class token, the project adds embeddings before it adds the token.

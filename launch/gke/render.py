@@ -186,8 +186,18 @@ def define_settings_flags() -> None:
 
 
 SETTINGS = (
-  *('image', 'topology', 'num_slices', 'max_restarts', 'grace_seconds', 'namespace', 'spot'),
-  *('service_account', 'queue', 'privileged', 'node_selector', 'env'),
+  'image',
+  'topology',
+  'num_slices',
+  'max_restarts',
+  'grace_seconds',
+  'namespace',
+  'spot',
+  'service_account',
+  'queue',
+  'privileged',
+  'node_selector',
+  'env',
 )
 
 
@@ -207,7 +217,8 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     values = flags.FLAGS
-    given, train_flags = command_line.gin_settings(), starting.given_flags()
+    given = command_line.gin_settings()
+    train_flags = starting.given_flags()
     (job,) = sweep.make_jobs(values.model_dir, *given, train_flags=train_flags)
     text = to_yaml(jobset(values.name, settings(), job))
     if values.output:

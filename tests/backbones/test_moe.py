@@ -21,7 +21,10 @@ from tests.backbones import stacking
 from tests.params import drawn, perturbed
 
 SETTINGS = BlockSettings(num_heads=2, mlp_dim=12)
-B, N, D, E = 4, 6, 8, 5
+B = 4
+N = 6
+D = 8
+E = 5
 
 
 def layer_of(settings):
@@ -40,7 +43,8 @@ def make(settings):
 
 def expert(params, e, x, numpy=np):
   """Output of expert e for x [..., D]."""
-  wi, wo = params['experts']['wi'], params['experts']['wo']
+  wi = params['experts']['wi']
+  wo = params['experts']['wo']
   hidden = x @ wi['kernel'][e] + wi['bias'][e]
   gelu = 0.5 * hidden * (1 + numpy.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))
   return gelu @ wo['kernel'][e] + wo['bias'][e]
@@ -52,7 +56,8 @@ def float64(tree):
 
 def by_loops(settings, params, x, capacity, images):
   """V-MoE's algorithms 1 and 2 one token at a time, without noise."""
-  params, x = float64(params), float64(x)
+  params = float64(params)
+  x = float64(x)
   y = np.zeros_like(x)
   for group in range(B // images):
     tokens = x[group * images : (group + 1) * images].reshape(-1, D)
@@ -145,7 +150,8 @@ def test_balance_losses():
 def test_soft_moe():
   layer, params, x = make(SoftMoe(E, num_slots=2))
   got = jax.jit(lambda x: layer.apply({'params': params}, x))(x)
-  params, x = float64(params), float64(x)
+  params = float64(params)
+  x = float64(x)
   for b in range(B):
     unit = x[b] / np.linalg.norm(x[b], axis=-1, keepdims=True)
     phi = params['router'] / np.linalg.norm(params['router'], axis=0)
@@ -159,7 +165,8 @@ def test_soft_moe():
 def classification(moe):
   """A model with these experts, variables and a batch."""
   backbone = ViT(patch_size=8, width=16, depth=1, mlp_dim=32, num_heads=4, moe=moe)
-  optimizer, integrator = optimizers.adamw(1e-2), Integrator(2)
+  optimizer = optimizers.adamw(1e-2)
+  integrator = Integrator(2)
   model = ClassificationModel(backbone, Det(num_classes=10), optimizer, integrator, integrator)
   image = jax.random.normal(jax.random.key(0), (16, 16, 16, 3))
   batch = {'image': image, 'label': np.arange(16)[:, None] % 10, 'index': np.arange(16)}
@@ -217,7 +224,8 @@ def test_any_mesh_gives_the_same_and_moves_tokens_not_experts(settings):
 @pytest.mark.slow
 def test_microbatches_change_nothing_where_images_are_routed_alone():
   model, variables, batch = classification(SparseMoe(4, 'every_1', noise=0.0, group_size=1))
-  params, mesh = variables['params'], partitioning.PjitPartitioner()
+  params = variables['params']
+  mesh = partitioning.PjitPartitioner()
   whole, parts = (
     mesh.partition(
       lambda params, batch, n=n: step.accumulate_grads_microbatched(
@@ -279,7 +287,8 @@ def test_wrong_settings(settings, message):
 
 
 def test_odd_groups_are_refused():
-  layer, x = layer_of(SparseMoe(E, group_size=3)), jnp.zeros((B, N, D))
+  layer = layer_of(SparseMoe(E, group_size=3))
+  x = jnp.zeros((B, N, D))
   params = jax.eval_shape(layer.init, jax.random.key(1), x)['params']
   with pytest.raises(ValueError, match='SparseMoe.group_size=3 .* 4'):
     jax.eval_shape(lambda params: layer.apply({'params': params}, x, False), params)

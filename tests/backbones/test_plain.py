@@ -125,8 +125,11 @@ def test_it_trains_bound_by_one_line_of_gin(run_main, tmp_path):
     '--gin_file=het_plugin/gin/runs/digits_smoke.gin',
     '--gin_file=het_plugin/gin/heads/het_xl.gin',
     '--gin_file=het_plugin/gin/partitioning/fsdp.gin',
-    *('--gin.BACKBONE=@OwnNet()', '--gin.TRAIN_STEPS=2', '--gin.WARMUP_STEPS=0'),
+    '--gin.BACKBONE=@OwnNet()',
+    '--gin.TRAIN_STEPS=2',
+    '--gin.WARMUP_STEPS=0',
     '--gin.train.train_eval_dataset_cfg=None',
-    *('--gin.train/Integrator.num_samples=2', f"--gin.MODEL_DIR='{run}'"),
+    '--gin.train/Integrator.num_samples=2',
+    f"--gin.MODEL_DIR='{run}'",
   )
   assert (run / 'checkpoint_2').is_dir()

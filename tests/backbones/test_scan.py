@@ -114,7 +114,8 @@ def test_stochastic_depth_drops_a_branch_or_scales_it():
   ('case', 'scan'), [('vit', False), ('vit', True), ('resnet', True), ('wide_resnet', True)]
 )
 def test_stochastic_depth_spares_the_first_layer_and_evaluation(case, scan):
-  params, expected = params_of(case), plain_outputs(case)
+  params = params_of(case)
+  expected = plain_outputs(case)
   params = stack(CASES[case], params, IMAGE) if scan else params
   image = np.repeat(IMAGE[:1], 32, axis=0)
   model = dataclasses.replace(CASES[case], stochastic_depth=0.9, scan_layers=scan)

@@ -25,13 +25,20 @@ from tests.params import drawn
 TINY = ViT(patch_size=4, width=16, depth=1, mlp_dim=24, num_heads=2)
 OPTIONS = {
   '22B': {
-    **{'parallel': True, 'qk_norm': True, 'qkv_bias': False, 'norm': 'rms_norm', 'pooling': 'map'},
+    'parallel': True,
+    'qk_norm': True,
+    'qkv_bias': False,
+    'norm': 'rms_norm',
+    'pooling': 'map',
   },
   'DINOv2': {'layer_scale': 0.1, 'num_registers': 3, 'mlp': 'gelu_exact'},
   'DINOv3': {'layer_scale': 0.1, 'num_registers': 2, 'mlp': 'swiglu', 'position': 'rope'},
   'sincos': {'position': 'sincos2d', 'pooling': 'gap', 'mlp': 'quick_gelu', 'norm_epsilon': 1e-2},
   'adapters and gap with registers': {
-    **{'pooling': 'gap', 'num_registers': 1, 'qk_norm': True, 'adapter_dim': 5},
+    'pooling': 'gap',
+    'num_registers': 1,
+    'qk_norm': True,
+    'adapter_dim': 5,
   },
 }
 
@@ -68,7 +75,8 @@ class Reference:
       for i in range(d // 2):
         place = (divmod(n, grid)[i // (d // 4)] + 0.5) / grid * 2 - 1
         angle = 2 * math.pi * place * 100.0 ** (-(i % (d // 4)) * 4 / d)
-        a, b = x[:, prefix + n, :, i], x[:, prefix + n, :, i + d // 2]
+        a = x[:, prefix + n, :, i]
+        b = x[:, prefix + n, :, i + d // 2]
         out[:, prefix + n, :, i] = a * math.cos(angle) - b * math.sin(angle)
         out[:, prefix + n, :, i + d // 2] = b * math.cos(angle) + a * math.sin(angle)
     return out
@@ -77,9 +85,11 @@ class Reference:
     def heads(y):
       return y.reshape(*y.shape[:2], self.m.num_heads, -1)
 
-    q, k = heads(self.dense(p['query'], queries)), heads(self.dense(p['key'], x))
+    q = heads(self.dense(p['query'], queries))
+    k = heads(self.dense(p['key'], x))
     if 'query_norm' in p:
-      q, k = self.norm(p['query_norm'], q), self.norm(p['key_norm'], k)
+      q = self.norm(p['query_norm'], q)
+      k = self.norm(p['key_norm'], k)
     v = heads(self.dense(p['value'], x))
     logits = np.einsum('bqhd,bkhd->bhqk', turn(q), turn(k)) / math.sqrt(q.shape[-1])
     y = np.einsum('bhqk,bkhd->bqhd', softmax(logits), v)
@@ -93,7 +103,8 @@ class Reference:
     return self.dense(p['wo'], ACTIVATIONS[self.m.mlp](y))
 
   def __call__(self, p, image):
-    m, size = self.m, self.m.patch_size
+    m = self.m
+    size = self.m.patch_size
     grid = image.shape[1] // size
     patches = [
       image[:, i * size : (i + 1) * size, j * size : (j + 1) * size].reshape(len(image), -1)
@@ -167,7 +178,8 @@ def test_22b_has_the_parameters_of_the_paper():
 
 def test_resized_kernel_keeps_products_with_resized_patches():
   random = np.random.default_rng(0)
-  kernel, patch = random.normal(size=(4, 4, 3, 5)), random.normal(size=(4, 4, 3))
+  kernel = random.normal(size=(4, 4, 3, 5))
+  patch = random.normal(size=(4, 4, 3))
   larger = jax.image.resize(patch, (7, 7, 3), 'bilinear')
   actual = np.einsum('ijc,ijcd->d', larger, resize_kernel(jnp.asarray(kernel, jnp.float32), 7))
   np.testing.assert_allclose(actual, np.einsum('ijc,ijcd->d', patch, kernel), atol=1e-4)

@@ -272,7 +272,8 @@ def test_noisy_labels(run, monkeypatch):
   by_head = {row['head']: row for row in rows}
   assert by_head['det']['clean_accuracy'] == by_head['det']['clean_accuracy_location']
   # With the noise known, a linear location tells both the truth and the labels better.
-  known, det = by_head['forward_known'], by_head['det']
+  known = by_head['forward_known']
+  det = by_head['det']
   assert known['truth_nll_location'] < det['truth_nll_location']
   assert known['nll'] < det['nll'] - 0.1
   assert any('C_noise / C' in line for line in printed)

@@ -215,8 +215,11 @@ def test_a_run_goes_on_with_another_configuration_once_that_is_accepted(
   kept = (folder / 'config_until_2.gin').read_text()
   assert changes(kept, old) == []
   assert {change.key for change in changes(old, (folder / 'config.gin').read_text())} == {
-    *('train.random_seed', 'train/DatasetConfig.seed', 'warmup_schedule.peak_value'),
-    *('train.eval_steps', 'train.model_dir'),
+    'train.random_seed',
+    'train/DatasetConfig.seed',
+    'warmup_schedule.peak_value',
+    'train.eval_steps',
+    'train.model_dir',
   }
 
 

@@ -99,7 +99,8 @@ def test_dynamic_registration_is_for_given_packages(kind, parsed_flags):
 @pytest.mark.parametrize('call', [WRITE, PARSE], ids=['write', 'parse'])
 @pytest.mark.parametrize('main', [predict, export], ids=['predict', 'export'])
 def test_mains_call_no_function(main, call, given, digits_run, tmp_path, run_main):
-  folder, file = tmp_path / 'run', tmp_path / 'file.gin'
+  folder = tmp_path / 'run'
+  file = tmp_path / 'file.gin'
   folder.mkdir()
   (folder / 'checkpoint_1').symlink_to(digits_run[0] / 'checkpoint_1')
   if call is PARSE:

@@ -52,10 +52,17 @@ def test_what_was_typed_must_be_used(head, binding, meant, run_main, tmp_path):
 
 def test_what_is_used():
   extra = [
-    *('EVAL_STEPS = 3', 'Integrator.rotate = False', 'train/Integrator.num_samples = 8'),
-    *('HEAD/HetXL.num_factors = 3', 'BACKBONE = @resnet()', "resnet.variant = '50x1'"),
-    *('TAU = 2.0', 'LearnedTemperature.initial_tau = %TAU', 'DatasetConfig.num_threads = 2'),
-    *('Trainer.num_microbatches = 2', 'train.trainer_cls = @mine/Trainer'),
+    'EVAL_STEPS = 3',
+    'Integrator.rotate = False',
+    'train/Integrator.num_samples = 8',
+    'HEAD/HetXL.num_factors = 3',
+    'BACKBONE = @resnet()',
+    "resnet.variant = '50x1'",
+    'TAU = 2.0',
+    'LearnedTemperature.initial_tau = %TAU',
+    'DatasetConfig.num_threads = 2',
+    'Trainer.num_microbatches = 2',
+    'train.trainer_cls = @mine/Trainer',
     'mine/Trainer.norm_groups = ()',
   ]
   uses.check(extra, config_text('het_xl', *extra))
@@ -116,8 +123,12 @@ def test_what_hides_a_setting(caplog):
 
 
 OWN = [
-  *("MIXTURE_OR_TASK_NAME = 'digits'", 'NUM_CLASSES = 10', 'IMAGE_SIZE = 32', 'TRAIN_STEPS = 8'),
-  *('VOCAB_SIZE = 99', 'TEXT_LENGTH = 8'),
+  "MIXTURE_OR_TASK_NAME = 'digits'",
+  'NUM_CLASSES = 10',
+  'IMAGE_SIZE = 32',
+  'TRAIN_STEPS = 8',
+  'VOCAB_SIZE = 99',
+  'TEXT_LENGTH = 8',
   "ACTIONS = {'TRAIN_EVAL': [@FewShotAction(), @ZeroShotAction()]}",  # as their mains
 ]
 NEED_BACKBONE = ('jft300m', 'jft4b', 'imagenet21k')
@@ -148,13 +159,17 @@ def test_every_setting_of_our_files_is_used_by_a_run(path):
   """With one of the heads, and never hidden."""
   of_lit = any(name in f'{path.parent.name}/{path.stem}' for name in OF_LIT)
   heads = CONTRASTIVE if of_lit else HEADS
-  name, files = f'{path.parent.name}/{path.stem}', []
+  name = f'{path.parent.name}/{path.stem}'
+  files = []
   if path.parent.name == 'runs':
-    run, files = name, ['models/vit_ti_16'] if path.stem in NEED_BACKBONE else []
+    run = name
+    files = ['models/vit_ti_16'] if path.stem in NEED_BACKBONE else []
   elif 'published' in name:
-    run, files = name, ['models/vit_ti_16']
+    run = name
+    files = ['models/vit_ti_16']
   else:
-    run, files = 'runs/lit_glyphs' if of_lit else 'runs/own_images', [name]
+    run = 'runs/lit_glyphs' if of_lit else 'runs/own_images'
+    files = [name]
   unused = keys(path) - NOT_ALONE.get(name, set())
   for head in heads:
     if unused:
@@ -167,7 +182,8 @@ def test_every_setting_of_our_files_is_used_by_a_run(path):
 @pytest.mark.parametrize('name', study.names())
 def test_every_setting_of_our_studies_is_used_by_a_cell(name, tmp_path):
   registry.register('experiments')
-  ablation, texts = study.load(name), []
+  ablation = study.load(name)
+  texts = []
   chosen = getattr(ablation, 'choose', {})
   for label, settings in ablation.cells.items():
     of_cell = {**chosen, **getattr(ablation, 'choose_for', {}).get(label, {})}

@@ -28,7 +28,8 @@ def test_labels_are_padded():
 
 def test_labels_with_weights_are_padded_with_zeros():
   label = np.array([[1, 2], [3, -1]], np.int32)
-  label_weight, weight = np.array([[0.75, 0.25], [1, 0]]), np.array([1.0, 2.0])
+  label_weight = np.array([[0.75, 0.25], [1, 0]])
+  weight = np.array([1.0, 2.0])
   check_weights('here', label_weight, weight, label >= 0)
   given = with_fields(label, label_weight=label_weight, weight=weight)
   features, _ = Labels(3, ('label_weight', 'weight')).rows(given, KEYS[:2])

@@ -46,7 +46,8 @@ def test_a_worker_process_gets_a_copy(tmp_path):
 
 
 def test_npz_uint8_and_the_split_it_makes(tmp_path):
-  array, label = images(50), np.arange(50) % 7
+  array = images(50)
+  label = np.arange(50) % 7
   source = array_source.npz_source(write(tmp_path / 'a.npz', image=array, label=label))
   assert source.info.splits == {'train': 45, 'validation': 5}
   assert (source.info.num_classes, source.info.channels) == (7, 1)
@@ -113,7 +114,8 @@ def test_votes_with_annotators(tmp_path):
 
 @pytest.mark.parametrize('weight', [None, [10.0, 1.0], [1.0, 0.0]])
 def test_mixed_images_with_votes_keep_their_shares_and_weights(tmp_path, weight):
-  votes, who = np.array([[0, 0], [1, -1]]), np.array([[5, 6], [5, -1]])
+  votes = np.array([[0, 0], [1, -1]])
+  who = np.array([[5, 6], [5, -1]])
   image = np.stack([np.zeros((6, 6, 1)), np.ones((6, 6, 1))])  # black is class 0
   arrays = {'image': image, 'label': votes, 'annotator': who, 'split': ['train'] * 2}
   path = write(tmp_path / 'a.npz', **arrays, **({} if weight is None else {'weight': weight}))
@@ -124,7 +126,8 @@ def test_mixed_images_with_votes_keep_their_shares_and_weights(tmp_path, weight)
   for k, share in ((0, 1 - white), (1, white)):
     of_class = np.where(batch['label'] == k, batch['label_weight'], 0).sum(1)
     if weight is not None:
-      of_class, share = of_class * batch['weight'], share * weight[k]
+      of_class = of_class * batch['weight']
+      share = share * weight[k]
     np.testing.assert_allclose(of_class, share, rtol=1e-4)
 
 

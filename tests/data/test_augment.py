@@ -12,7 +12,8 @@ IMAGES = {'rgb': PHOTO, 'grey': PHOTO[..., :1], 'float': PHOTO / np.float32(127.
 @pytest.mark.parametrize('kind', IMAGES)
 @pytest.mark.parametrize('make', [augment.RandAugment, lambda: augment.RandomErasing(1.0)])
 def test_augmentations_change_images_and_keep_their_type(make, kind):
-  image, changed = IMAGES[kind], 0
+  image = IMAGES[kind]
+  changed = 0
   for seed in range(40):
     first, again = (make()(image, np.random.default_rng(seed), 32) for _ in range(2))
     assert first.shape == image.shape and first.dtype == image.dtype

@@ -50,7 +50,8 @@ def test_files_of_every_kind_give_the_rows(tmp_path, arrays):
 
 def test_soft_labels_keep_their_weights(tmp_path, arrays):
   x, _ = arrays
-  label, weight = np.tile([0, 1], (60, 1)), np.tile([0.9, 0.1], (60, 1)).astype(np.float32)
+  label = np.tile([0, 1], (60, 1))
+  weight = np.tile([0.9, 0.1], (60, 1)).astype(np.float32)
   np.savez(tmp_path / 'a.npz', features=x, label=label, label_weight=weight)
   lengths = {'image': 1, 'label': 2}
   got = batch(f'features:{tmp_path}/a.npz', task_feature_lengths=lengths)

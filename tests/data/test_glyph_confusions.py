@@ -40,7 +40,8 @@ def test_distribution_is_the_softmax_of_the_squared_distances():
 
 @pytest.mark.slow
 def test_true_classes_and_readers_who_look_closer():
-  mild, ids = glyphs.SOURCES['glyphs_noisy_mild'], np.arange(300, 1300)
+  mild = glyphs.SOURCES['glyphs_noisy_mild']
+  ids = np.arange(300, 1300)
   _, true = glyphs.GlyphSource('core').read('validation', ids, 8, 0)
   np.testing.assert_array_equal(mild.info.true_classes('validation', ids), true[:, 0])
   _, p = SOURCE.label_distribution('validation', ids)

@@ -25,7 +25,9 @@ def test_every_nth_row_is_held_out():
   plain = data.get_dataset_with_held_out(cfg.train)
   held_out = data.get_dataset(cfg.held_out)
   for _ in range(3):
-    batch, a, b = next(got), next(plain), next(held_out)
+    batch = next(got)
+    a = next(plain)
+    b = next(held_out)
     for name in batch:
       np.testing.assert_array_equal(np.delete(batch[name], [3, 7], 0), a[name])
       np.testing.assert_array_equal(batch[name][[3, 7]], b[name])

@@ -43,7 +43,8 @@ def npz_captions(tmp_path_factory):
 @pytest.fixture(params=['glyphs_core', 'image_folder_captions'])
 def settings(request, photos):
   """Of an endless task of labels and a finite one of captions, without the split."""
-  name, annotation = request.param, {'label': 3}
+  name = request.param
+  annotation = {'label': 3}
   if name == 'image_folder_captions':
     name = f'{name}:{photos}'
     annotation = {'text': 16}
@@ -187,7 +188,8 @@ def test_a_slice_of_train_is_evaluated_unless_augment_says_otherwise(photos):
 def test_captions_are_those_of_their_images(npz_captions):
   """Through shuffling, epochs and slices; in training any one, in evaluation the first."""
   with np.load(npz_captions) as arrays:
-    images, captions = arrays['image'].astype(np.float32) * (2 / 255) - 1, arrays['caption']
+    images = arrays['image'].astype(np.float32) * (2 / 255) - 1
+    captions = arrays['caption']
   settings = dict(
     mixture_or_task_name=f'npz_captions:{npz_captions}',
     task_feature_lengths={'image': 12, 'text': 16},

@@ -203,8 +203,10 @@ def test_the_evaluator_reads_a_task_whole_and_in_order():
   def rows(dataset):
     for number, batch in dataset.as_numpy_iterator():
       assert {name: x.shape for name, x in batch.items()} == {
-        **{'image': (8, 8, 1), 'label': (1,)},
-        **{'index': (), 'mask': ()},
+        'image': (8, 8, 1),
+        'label': (1,),
+        'index': (),
+        'mask': (),
       }
       seen.append(int(batch['index']))
       yield int(number), batch['label']

@@ -102,7 +102,8 @@ def test_sets_cover_the_label(data):
   with pytest.raises(ValueError, match='needs at least 999 rows'):
     det.predict_set(x, 0.001)
   # Rows of equal scores are in or out together: three different rows, of which two are one class.
-  same, labels = np.repeat(np.eye(3), 100, axis=0), np.repeat([0, 1, 1], 100)
+  same = np.repeat(np.eye(3), 100, axis=0)
+  labels = np.repeat([0, 1, 1], 100)
   labels[::10] = 1 - labels[::10]
   sets = estimators.DetClassifier().fit(same, labels).calibrate(same, labels, 'none')
   for alpha in (0.05, 0.1, 0.2):
@@ -136,7 +137,8 @@ def test_files_give_the_same_predictions(data, tmp_path):
 
 
 def test_a_file_keeps_the_names_of_features_and_classes(data, tmp_path):
-  x, path = data[0][:9], str(tmp_path / 'det.safetensors')
+  x = data[0][:9]
+  path = str(tmp_path / 'det.safetensors')
   head = heads.Det(4)
   opened = estimators.from_head(head, head.init(jax.random.key(0), x)['params'])
   estimators.save(opened, path)
@@ -161,8 +163,10 @@ def test_damage_of_a_file_is_noticed_or_harmless(data, tmp_path):
   path = tmp_path / 'head.safetensors'
   fitted = HetXLClassifier(C_noise=1.0, num_factors=2, **FAST).fit(x[:500], y[:500])
   estimators.save(fitted.calibrate(x[:500], y[:500]), str(path))
-  whole, expected = path.read_bytes(), fitted.predict_proba(x[:3])
-  rng, noticed = np.random.default_rng(0), 0
+  whole = path.read_bytes()
+  expected = fitted.predict_proba(x[:3])
+  rng = np.random.default_rng(0)
+  noticed = 0
   for place in rng.choice(len(whole), 400, replace=False):
     damaged = bytearray(whole)
     damaged[place] ^= 1 << rng.integers(8)
@@ -194,7 +198,8 @@ def rewritten(path, checksum=True, arrays=None, **changes):
 
 
 def test_sizes_that_a_file_states_are_those_of_its_arrays(data, tmp_path):
-  x, head = data[0], heads.Det(4)
+  x = data[0]
+  head = heads.Det(4)
   path = str(tmp_path / 'head.safetensors')
   fitted = estimators.from_head(head, head.init(jax.random.key(0), x)['params'], [*'abcd'])
   estimators.save(fitted, path)
@@ -248,7 +253,8 @@ def test_a_head_of_a_run_is_saved_with_its_settings(head, tmp_path):
 
 
 def test_widths_of_hidden_layers_may_be_an_array(tmp_path):
-  head, x = heads.Det(3), np.ones((1, 5), np.float32)
+  head = heads.Det(3)
+  x = np.ones((1, 5), np.float32)
   opened = estimators.from_head(head, head.init(jax.random.key(0), x)['params'])
   opened.hidden_layers = np.array([4, 5])
   opened.model_ = dataclasses.replace(opened.model_, hidden_layers=(4, 5))
@@ -258,7 +264,8 @@ def test_widths_of_hidden_layers_may_be_an_array(tmp_path):
 
 
 def test_classes_of_a_run_are_in_its_order_and_as_many():
-  head, x = heads.Det(3), np.eye(3, dtype=np.float32)
+  head = heads.Det(3)
+  x = np.eye(3, dtype=np.float32)
   params = head.init(jax.random.key(0), x)['params'] | {'kernel': 5 * np.eye(3, 128)}
   opened = estimators.from_head(head, params, classes=['dog', 'ant', 'cat'])
   np.testing.assert_array_less(opened.nll(x, ['dog', 'ant', 'cat']), 0.1)

@@ -61,7 +61,8 @@ def test_rows_of_a_file_are_read_in_parts(grid, tmp_path, monkeypatch):
 def test_rows_without_weight_are_as_if_they_were_not_there(tmp_path):
   x, _, label = problem(900)
   np.save(tmp_path / 'x.npy', x)
-  mapped, rows = np.load(tmp_path / 'x.npy', mmap_mode='r'), np.arange(0, 900, 3)
+  mapped = np.load(tmp_path / 'x.npy', mmap_mode='r')
+  rows = np.arange(0, 900, 3)
   settings = Settings(**SETTINGS, solver='adam', max_iter=20)
   found, *_ = probe.fit_best('det', mapped, label, rows, settings, {}, iter(()))
   alone = DetClassifier(C=10.0, solver='adam', max_iter=20).fit(x[rows], label[rows])
@@ -172,16 +173,20 @@ def test_the_memory_is_that_of_results_per_row(tmp_path):
 def test_where_the_task_knows_the_truth_the_report_counts_wrong_labels(tmp_path):
   examples = Examples.of('glyphs_noisy_latin', 'finite')
   index = np.arange(8000)
-  truth, label = examples.info.true_classes('finite', index), examples.read(index, size=8).labels
+  truth = examples.info.true_classes('finite', index)
+  label = examples.read(index, size=8).labels
   most = np.bincount(truth[truth != label[:, 0]]).argmax()  # the class that is confused most
   group = np.unique(label[truth == most])
   kept = np.isin(truth, group) & np.isin(label[:, 0], group)
-  index, truth, label = index[kept], truth[kept], label[kept]
+  index = index[kept]
+  truth = truth[kept]
+  label = label[kept]
   features = np.float32(truth[:, None] == group)
   rows = rows_lib.Rows({'features': features}, label, index)
   rows_lib.write(tmp_path / 'rows.npz', rows)
   report = audit_lib.report(str(tmp_path / 'rows.npz'), Settings(**SETTINGS, max_iter=30), examples)
-  found, is_wrong = report.json['truth'], label[:, 0] != truth
+  found = report.json['truth']
+  is_wrong = label[:, 0] != truth
   assert found['wrong'] == is_wrong.sum() > 5
   by_index = dict(zip(index, is_wrong, strict=True))
   listed = report.json['rows']

@@ -151,7 +151,8 @@ def test_noise_is_found_where_labels_have_it():
   rng = np.random.default_rng(0)
   x, y = problem(num_rows=2000, num_classes=3)
   y = np.where(x[:, 0] > 0, rng.integers(0, 3, len(x)), (x[:, 1:4] * 3).argmax(axis=1))
-  train, test = slice(0, 1000), slice(1000, None)
+  train = slice(0, 1000)
+  test = slice(1000, None)
   det = DetClassifier().fit(x[train], y[train]).nll(x[test], y[test])
   het = HetClassifier(**SMALL).fit(x[train], y[train]).nll(x[test], y[test])
   gain = det - het
@@ -350,7 +351,9 @@ def test_wrong_labels_are_one_sentence():
 
 def test_predictions_of_many_lengths_share_a_program(monkeypatch):
   x, y = problem(num_rows=128)
-  det, apply, shapes = DetClassifier(max_iter=20, tol=0.1).fit(x[:N], y[:N]), fitting._apply, set()
+  det = DetClassifier(max_iter=20, tol=0.1).fit(x[:N], y[:N])
+  apply = fitting._apply
+  shapes = set()
   monkeypatch.setattr(fitting, '_apply', lambda *args: shapes.add(args[-1].shape) or apply(*args))
   expected = det.predict_proba(x)
   for n in (65, 100, 127):
@@ -378,7 +381,8 @@ def test_class_ids_of_64_bits_stay_what_they_are():
 def test_a_fit_that_is_interrupted_leaves_the_one_before(monkeypatch):
   x, y = problem(N)
   settings = {'max_iter': 20, 'tol': 0.1}
-  det, other = DetClassifier(**settings).fit(x, y), DetClassifier(**settings)
+  det = DetClassifier(**settings).fit(x, y)
+  other = DetClassifier(**settings)
   expected = det.predict(x)
   monkeypatch.setattr(fitting, 'fit', lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
   for estimator in (det, other):

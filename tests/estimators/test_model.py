@@ -20,7 +20,8 @@ def test_directions_raise_the_likelihood_most(head):
   model = Model(head, 6, noise=(('num_factors', 2),))
   params = model.init(0, 5)
   det = {'head': {'kernel': kernel.astype(np.float32), 'bias': np.zeros(6, np.float32)}}
-  y32, weight = y[:, None].astype(np.int32), np.ones(4000)
+  y32 = y[:, None].astype(np.int32)
+  weight = np.ones(4000)
   rows = objective.make_rows(model, x, np.zeros(5), y32, weight, 1.0, 1.0)
   found = directions.noise_directions(model, det, params, rows, 2)
   _, to_logits, _ = directions.noise_map(model, det, params)

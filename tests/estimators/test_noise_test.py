@@ -11,14 +11,17 @@ from het_plugin import probe as probe_main
 from het_plugin.estimators.first_order import FirstOrder
 from het_plugin.estimators.noise_test import HIDDEN, noise_test
 
-D, K = 5, 6
+D = 5
+K = 6
 
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 def test_the_first_order_is_that_of_the_integral(link):
   rng = np.random.default_rng(0)
   x = jnp.asarray(rng.normal(size=(7, D)), jnp.float32)
-  w, b, u = rng.normal(size=(D, K)), rng.normal(size=K), rng.normal(size=(K, 1))
+  w = rng.normal(size=(D, K))
+  b = rng.normal(size=K)
+  u = rng.normal(size=(K, 1))
   v = np.float64(rng.normal(size=(D, 1)))
   nodes, weights = np.polynomial.hermite_e.hermegauss(60)
   weights = weights / weights.sum()

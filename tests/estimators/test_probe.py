@@ -147,7 +147,8 @@ def test_sigterm_ends_it_as_other_mains(files):
 
 
 def test_marked_classes_are_no_class_numbers(few):
-  x, y = np.load(few[0])['features'], np.arange(400).reshape(100, 4) % 3 % 2
+  x = np.load(few[0])['features']
+  y = np.arange(400).reshape(100, 4) % 3 % 2
   with pytest.raises(ValueError, match=r'labels are \[100, 4\] of 0 and 1: classes that are mar'):
     probe.probe((x, y), None, settings())
   assert probe.targets_of(probe.read((x, y), '')[0], 'votes')[1].tolist() == [0, 1]
@@ -244,7 +245,8 @@ def test_fits_that_have_not_converged_are_counted(few):
 def test_of_the_noise_the_least_within_a_standard_error_is_chosen():
   grid = [{'C': 1.0, 'C_noise': c, 'num_factors': r} for c in (0.0, 0.1, 3.0) for r in (2, 4)]
   rng = np.random.default_rng(0)
-  base, spread = rng.normal(size=400), rng.normal(size=400)
+  base = rng.normal(size=400)
+  spread = rng.normal(size=400)
   spread = (spread - spread.mean()) / spread.std(ddof=1)  # its standard error is 0.05
 
   def nll(gains):

@@ -98,7 +98,8 @@ def test_the_memory_of_a_streamed_fit_does_not_grow_with_n(tmp_path):
 
 def test_features_in_files_and_of_two_bytes(data, tmp_path):
   x, y = data
-  x, y = (x[:100] / 100).astype(jnp.bfloat16), (y[:100] % 4).astype(np.int32)
+  x = (x[:100] / 100).astype(jnp.bfloat16)
+  y = (y[:100] % 4).astype(np.int32)
   path = str(tmp_path / 'x.safetensors')
   safetensors.numpy.save_file({'features': x, 'label': y}, path)
   expected = DetClassifier().fit(x.astype(np.float32), y).predict_log_proba(x)

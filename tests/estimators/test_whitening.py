@@ -17,7 +17,8 @@ def problem(model, num_rows=2000, dim=4):
   x = rng.normal(size=(num_rows, dim)) * [0.01, 1, 1, 100]
   kernel = rng.normal(size=(dim, model.num_classes)) / np.array([[0.01], [1], [1], [100]])
   y = (x @ kernel + rng.gumbel(size=(num_rows, model.num_classes))).argmax(axis=1)
-  target, weight = y[:, None].astype(np.int32), np.ones(num_rows)
+  target = y[:, None].astype(np.int32)
+  weight = np.ones(num_rows)
   rows = objective.make_rows(model, x, np.zeros(dim), target, weight, 1.0, 1.0)
   params = model.init(0, dim)
   params['head']['kernel'] = kernel.astype(np.float32)
@@ -55,7 +56,8 @@ def test_the_curvature_is_near_one():
 @pytest.mark.slow
 def test_a_fit_multiplies_in_float32(monkeypatch):
   # A GPU or TPU would take fewer bits, and the gradient would not fall to `tol`.
-  evaluate, programs = lbfgs._evaluate, set()
+  evaluate = lbfgs._evaluate
+  programs = set()
   traced = jax.jit(evaluate.__wrapped__, static_argnums=0)
 
   def spy(*arguments, **named):
@@ -64,7 +66,8 @@ def test_a_fit_multiplies_in_float32(monkeypatch):
 
   monkeypatch.setattr(lbfgs, '_evaluate', spy)
   rng = np.random.default_rng(0)
-  x, y = rng.normal(size=(60, 3)), rng.integers(4, size=60)
+  x = rng.normal(size=(60, 3))
+  y = rng.integers(4, size=60)
   HetXLClassifier(num_factors=1, num_samples=8, max_iter=2).fit(x, y)
   assert len(programs) == 2  # DET's and HET-XL's
   for program in programs:

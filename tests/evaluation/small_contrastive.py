@@ -15,7 +15,8 @@ from het_plugin.training.optimizers import OptaxWrapper
 from het_plugin.training.partitioning import PjitPartitioner
 from het_plugin.training.state import TrainState
 
-VOCAB_SIZE, SIZE = 64, 8
+VOCAB_SIZE = 64
+SIZE = 8
 TOWER = {'width': 16, 'depth': 1, 'mlp_dim': 16, 'num_heads': 2}
 
 
@@ -45,7 +46,8 @@ def opened(seed=0, model_shards=1):
 @functools.cache
 def _initializer(model_shards):
   """One program for all seeds."""
-  model, partitioner = SmallContrastive(), PjitPartitioner(num_partitions=model_shards)
+  model = SmallContrastive()
+  partitioner = PjitPartitioner(num_partitions=model_shards)
   shapes = {'image': (1, SIZE, SIZE, 1), 'text': (1, 12)}
 
   def init(key):

@@ -66,7 +66,8 @@ def make_run(head):
 @functools.cache
 def expected(head):
   """Factors and predictions of `make_examples()`, on one device."""
-  model, params = make_run(head).model, make_run(head).params
+  model = make_run(head).model
+  params = make_run(head).params
   return jax.jit(
     lambda batch: (model.logits(params, batch).factors(), model.predictive(params, batch))
   )(make_examples())
@@ -83,7 +84,8 @@ def test_correlations_are_those_of_sigma(head):
   found = look(head, examples, number=99, num_top=4)
   assert [x.index for x in found] == examples['index'].tolist()
   factors, predictive = expected(head)
-  factors, log_prob = np.asarray(factors, np.float64)[..., :K], np.asarray(predictive['log_prob'])
+  factors = np.asarray(factors, np.float64)[..., :K]
+  log_prob = np.asarray(predictive['log_prob'])
   for i, x in enumerate(found):
     sigma = factors[i].T @ factors[i]
     scale = np.sqrt(np.diag(sigma))
@@ -178,7 +180,8 @@ def test_predictions_over_the_mesh():
 @pytest.mark.slow
 def test_one_batch_of_any_size():
   """`Run.predict` and `Run.represent` take what people have: images alone, any number of them."""
-  run, examples = make_run('het_xl'), make_examples(5)
+  run = make_run('het_xl')
+  examples = make_examples(5)
   found = run.predict({name: examples[name] for name in ('image', 'index')})
   _, predictive = expected('het_xl')
   assert set(found) == {'log_prob', 'expected_entropy'}

@@ -14,7 +14,8 @@ from het_plugin.measures.ranking import best_first, rank_agreement
 
 
 def test_kendall_tau_and_regret():
-  proxy, accuracy = [0.1, 0.4, 0.3, 0.9], [0.2, 0.3, 0.6, 0.5]
+  proxy = [0.1, 0.4, 0.3, 0.9]
+  accuracy = [0.2, 0.3, 0.6, 0.5]
   pairs = list(itertools.combinations(range(4), 2))
   signs = [np.sign((proxy[i] - proxy[j]) * (accuracy[i] - accuracy[j])) for i, j in pairs]
   found = rank_agreement(proxy, accuracy)
@@ -96,7 +97,8 @@ def test_each_step_of_an_ensemble_is_the_best_one(replacement):
   log_prob, label = make_predictions(5)
   of_label = log_prob[:, np.arange(len(label)), label]
   found = greedy_ensemble(of_label, max_members=8, replacement=replacement)
-  members, expected = [], []
+  members = []
+  expected = []
   for _ in range(8):
     options = [c for c in range(5) if replacement or c not in members]
     nll = [-np.log(np.exp(of_label[[*members, c]]).mean(axis=0)).mean() for c in options]
@@ -112,7 +114,8 @@ def test_each_step_of_an_ensemble_is_the_best_one(replacement):
 
 def test_ensembles_of_probabilities_that_float64_does_not_hold():
   """e^-1000 is 0 in float64. Two candidates, each wrong on its half, are better together."""
-  low, high = -1000.0, -1e-3
+  low = -1000.0
+  high = -1e-3
   members, nll = greedy_ensemble(
     np.array([[low, low, high, high], [high, high, low, low], [low] * 4])
   )

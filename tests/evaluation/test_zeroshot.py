@@ -31,7 +31,8 @@ def test_ranks_are_those_of_a_stable_sort(levels, shape=(57, 31)):
 
 
 def test_what_is_no_number_does_not_help():
-  nan, inf = np.nan, np.inf
+  nan = np.nan
+  inf = np.inf
   scores = np.array([[nan, 1, 2], [1, nan, 2], [nan, nan, nan], [-inf, 0, 0], [inf, inf, 1]], 'f')
   right = np.eye(3, dtype=bool)[[0, 0, 1, 0, 1]]
   # NaN itself is never right; one that is wrong stands before
@@ -87,7 +88,8 @@ def embedding_of(tokens):
 
 
 def test_class_embeddings_are_normalised_means_of_normalised_texts():
-  names, templates = ['cat', 'dog', 'bird', 'dog'], ('{}', 'one {}.', 'the {} there')
+  names = ['cat', 'dog', 'bird', 'dog']
+  templates = ('{}', 'one {}.', 'the {} there')
   found, alike = zeroshot.class_embeddings(embedding_of, tokenize, names, templates)
   assert found.dtype == np.float32 and alike == 1
   for name, row in zip(names, found, strict=True):

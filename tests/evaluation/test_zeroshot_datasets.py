@@ -42,7 +42,8 @@ def digits(split):
 @pytest.mark.slow
 def test_digits_over_the_mesh():
   evaluator, run = make(model_shards=2, batch_size=64)
-  done, params = [], run.params
+  done = []
+  params = run.params
   found = evaluator(run, DIGITS, done.append)
   assert found.num_examples == sum(done) == evaluator.check(run, DIGITS) == 359
   assert found.num_classes == 10 and found.classes_alike == 0

@@ -139,7 +139,8 @@ def test_an_analysis_adds_metrics_once(tmp_path, trained):
 
 def test_errors_over_examples_of_what_an_analysis_wrote(tmp_path, trained):
   def analysis(folder):
-    learned, seed = folder.parent.name == 'learned', int(folder.name[-1])
+    learned = folder.parent.name == 'learned'
+    seed = int(folder.name[-1])
     nll = np.arange(100.0) * (1.01 if learned else 1) + seed * learned
     np.savez(folder / 'nll.npz', NLL=nll, index=np.arange(100) + shift * learned)
     return {}

@@ -42,7 +42,8 @@ def test_a_head_without_factors_is_told(digits_run, monkeypatch):
 
 def test_the_cosine_is_that_of_scipys_smallest_angle():
   rng = np.random.default_rng(0)
-  w, q = rng.standard_normal((6, 40)), rng.standard_normal((4, 40))
+  w = rng.standard_normal((6, 40))
+  q = rng.standard_normal((4, 40))
   q[1] = q[0]  # a lower rank
   angles = scipy.linalg.subspace_angles(w.T, q.T)
   found = largest_cosine(row_space(w), row_space(q))

@@ -11,7 +11,9 @@ from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel
 from het_plugin.training.flops import count_flops
 
-K, D, R = 90, 16, 5
+K = 90
+D = 16
+R = 5
 
 
 def integrator(samples):

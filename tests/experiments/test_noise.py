@@ -42,7 +42,8 @@ def test_against_samples_in_float64(noisy_run):
     return logits.factors(), logits.location, logits.temperature
 
   factors, location, tau = (np.float64(x) for x in parts(noisy_run.params, batch))
-  factors, location = factors[..., :10], location[:, :10]  # [B, R + 1, K], [B, K]
+  factors = factors[..., :10]
+  location = location[:, :10]  # [B, R + 1, K], [B, K]
   z = np.random.default_rng(0).standard_normal((factors.shape[0], 10_000, factors.shape[1]))
   noise = (z @ factors).swapaxes(0, 1) / tau  # [S, B, K]
   centred = noise - noise.mean(-1, keepdims=True)
@@ -66,8 +67,10 @@ def test_a_deterministic_head_has_none(digits_run, monkeypatch):
 
 
 def test_labels_count_by_their_shares_as_in_training(tmp_path, monkeypatch):
-  file, x = tmp_path / 'a.npz', np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
-  label, weight = np.tile([1, 2], (32, 1)), np.tile(np.float32([0.9, 0.1]), (32, 1))
+  file = tmp_path / 'a.npz'
+  x = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
+  label = np.tile([1, 2], (32, 1))
+  weight = np.tile(np.float32([0.9, 0.1]), (32, 1))
   np.savez(file, features=x, label=label, label_weight=weight, split=['train', 'test'] * 16)
   rule = Integrator()
   model = models.ClassificationModel(backbones.Mlp((8,)), Det(num_classes=3), None, rule, rule)

@@ -32,8 +32,13 @@ def test_a_soup_is_a_run_whose_parameters_are_the_mean(digits_run, run_main, tmp
   run, _ = digits_run
   sources = [run / f'checkpoint_{step}' for step in (1, 2)]
   text = run_main(
-    *(select, 'soup', f'--checkpoint={sources[0]},{sources[1]}', '--split=test'),
-    *(f'--output_dir={tmp_path}', f'--json={tmp_path / "soup.json"}', '--batch_size=64'),
+    select,
+    'soup',
+    f'--checkpoint={sources[0]},{sources[1]}',
+    '--split=test',
+    f'--output_dir={tmp_path}',
+    f'--json={tmp_path / "soup.json"}',
+    '--batch_size=64',
   )
   assert 'uniform soup' in text and 'greedy soup' in text
   first, second, mean = map(checkpoint_reader.read_params, (*sources, tmp_path / 'uniform'))
@@ -132,8 +137,13 @@ def test_the_best_candidates_are_fine_tuned_and_selected(digits_run, run_main, t
   assert '--gin.HetXL.link="\'softmax\'"' in run_main(*asked, *swept, code=2)
   arguments = (
     *asked,
-    *('--keep=1', '--sweep=LEARNING_RATE=1e-3,1e-2', '--split=test', '--batch_size=64'),
-    *('--gin.TRAIN_STEPS=3', f'--output_dir={tmp_path}', f'--json={tmp_path / "result.json"}'),
+    '--keep=1',
+    '--sweep=LEARNING_RATE=1e-3,1e-2',
+    '--split=test',
+    '--batch_size=64',
+    '--gin.TRAIN_STEPS=3',
+    f'--output_dir={tmp_path}',
+    f'--json={tmp_path / "result.json"}',
   )
   text = run_main(*arguments)
   result = (tmp_path / 'result.json').read_text()
@@ -165,13 +175,28 @@ def test_a_published_candidate_is_fine_tuned_with_a_fresh_head(digits_run, run_m
   params['head/kernel'] = params['head/kernel'] + 1
   weights.write_arrays(tmp_path / 'vit.npz', weights.export_params(params, 10, 2))
   run_main(
-    *(select, 'finetune', f'--checkpoint={tmp_path / "vit.npz"}', '--keep=all', '--split=test'),
-    *('--gin_file=gin/runs/digits_smoke.gin', '--gin_file=gin/heads/het_xl.gin'),
-    *('--gin.vit.width=16', '--gin.vit.depth=1', '--gin.vit.mlp_dim=16', '--gin.vit.num_heads=2'),
-    *('--gin.BATCH_SIZE=8', '--gin.TRAIN_STEPS=2', '--gin.LEARNING_RATE=1e-3'),
-    *('--gin.SAVE_PERIOD=2', '--gin.WARMUP_STEPS=0', '--gin.EVAL_PERIOD=2', '--gin.EVAL_STEPS=1'),
+    select,
+    'finetune',
+    f'--checkpoint={tmp_path / "vit.npz"}',
+    '--keep=all',
+    '--split=test',
+    '--gin_file=gin/runs/digits_smoke.gin',
+    '--gin_file=gin/heads/het_xl.gin',
+    '--gin.vit.width=16',
+    '--gin.vit.depth=1',
+    '--gin.vit.mlp_dim=16',
+    '--gin.vit.num_heads=2',
+    '--gin.BATCH_SIZE=8',
+    '--gin.TRAIN_STEPS=2',
+    '--gin.LEARNING_RATE=1e-3',
+    '--gin.SAVE_PERIOD=2',
+    '--gin.WARMUP_STEPS=0',
+    '--gin.EVAL_PERIOD=2',
+    '--gin.EVAL_STEPS=1',
     *(f'--gin.{mode}/Integrator.num_samples=2' for mode in ('train', 'eval')),
-    *('--batch_size=64', f'--output_dir={tmp_path}', f'--json={tmp_path / "result.json"}'),
+    '--batch_size=64',
+    f'--output_dir={tmp_path}',
+    f'--json={tmp_path / "result.json"}',
   )
   found = json.loads((tmp_path / 'result.json').read_text())
   (kept,) = found['kept']

@@ -19,7 +19,11 @@ from tests.heads import test_heads
 from tests.heads.test_heads import size
 from tests.meshes import make_mesh, on_mesh
 
-B, D, K, R, S = 5, 6, 4, 3, 7
+B = 5
+D = 6
+K = 4
+R = 3
+S = 7
 ALPHA, BETA = 3.0 * jax.random.normal(jax.random.key(0), (2, B, D))
 KEYS = example_keys(jax.random.key(5), jnp.arange(B))
 
@@ -62,10 +66,12 @@ def numpy_nll(head, params, direction, z):
   if direction:
     rows, columns = columns, rows
   if head.pre_normalization:
-    rows, columns = unit(rows), unit(columns)
+    rows = unit(rows)
+    columns = unit(columns)
   samples = rows[:, None] + numpy_noise(params[name], rows, z, head)
   if head.post_normalization:
-    samples, columns = unit(samples), unit(columns)
+    samples = unit(samples)
+    columns = unit(columns)
   scale = np.exp(np.float64(params['temperature']['t']))
   p = np.exp(log_softmax(samples @ columns.T * scale))  # [B, S, B]
   return -np.log(p.mean(1)[np.arange(B), np.arange(B)])
@@ -171,13 +177,16 @@ def test_class_log_prob(post_normalization):
   head = ContrastiveHetXL(
     num_factors=R, initial_noise_scale=1.0, post_normalization=post_normalization
   )
-  params, classes = init(head), unit(np.random.default_rng(0).normal(size=(K, D)))
-  integrator, embeddings = Integrator(S, sampler='iid'), np.float32(classes)
+  params = init(head)
+  classes = unit(np.random.default_rng(0).normal(size=(K, D)))
+  integrator = Integrator(S, sampler='iid')
+  embeddings = np.float32(classes)
 
   @jax.jit
   def found(params):
     pairs = pairs_of(head, params)
-    covariance, tau = pairs.image_to_text, pairs.temperature
+    covariance = pairs.image_to_text
+    tau = pairs.temperature
     noise = {'covariance': covariance, 'integrator': integrator, 'keys': KEYS}
     without = ({**noise, 'integrator': None}, {**noise, 'covariance': None}, {})
     log_p = [
@@ -187,7 +196,8 @@ def test_class_log_prob(post_normalization):
     return pairs, covariance.noise(iid(KEYS, jnp.arange(S), R + 1)), log_p
 
   pairs, eps, (got, *without) = found(params)
-  alpha, tau = np.asarray(pairs.alpha, np.float64), pairs.temperature
+  alpha = np.asarray(pairs.alpha, np.float64)
+  tau = pairs.temperature
   samples = alpha[:, None] + np.asarray(eps, np.float64)
   samples = unit(samples) if post_normalization else samples
   p = np.exp(log_softmax(samples @ classes.T / float(tau)))
@@ -201,7 +211,8 @@ def test_class_log_prob(post_normalization):
 
 def test_class_log_prob_of_classes_that_a_mesh_does_not_divide():
   head = ContrastiveHetXL(num_factors=R)
-  params, classes = init(head), np.random.default_rng(0).normal(size=(K + 1, D)).astype('f4')
+  params = init(head)
+  classes = np.random.default_rng(0).normal(size=(K + 1, D)).astype('f4')
   integrator = Integrator(num_samples=40, sampler='iid')
 
   def find(params):

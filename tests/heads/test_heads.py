@@ -27,7 +27,13 @@ from het_plugin.heads import (
 from het_plugin.integrate import Integrator, example_keys, iid
 from tests.params import drawn
 
-B, D, K, R, H, M, S = 3, 6, 13, 4, 5, 7, 9
+B = 3
+D = 6
+K = 13
+R = 4
+H = 5
+M = 7
+S = 9
 HEADS = {
   'det': Det(K, class_multiple=8),
   'het': Het(K, num_factors=R, class_multiple=8),
@@ -54,7 +60,8 @@ def shapes_of(head):
 
 @pytest.mark.parametrize('factor_bias', [False, True])
 def test_parameter_counts_are_the_papers(factor_bias):
-  temperature, learned = LearnedTemperature(), 1
+  temperature = LearnedTemperature()
+  learned = 1
   bias = factor_bias
   expected = {
     'het': 2 * (D + 1) * K + R * K + bias * K,
@@ -75,7 +82,8 @@ def test_het_xl_of_the_paper_adds_what_table_3_says():
   """ResNet152x1 on ImageNet-21k: 102.9M -> 111.4M with HET-XL, -> 193.5M with HET (with the
   reference's factor bias).
   """
-  classes, dim = 21_843, 2048
+  classes = 21_843
+  dim = 2048
   assert round(HetXL(classes, factor_bias=True).extra_params(dim) / 1e6, 1) == 8.5
   assert round((102.9e6 + Het(classes, factor_bias=True).extra_params(dim)) / 1e6, 1) == 193.5
 
@@ -83,7 +91,8 @@ def test_het_xl_of_the_paper_adds_what_table_3_says():
 def numpy_forward(name, params, z, factor_bias):
   """Logits [B, S, K] in float64 from the equations, one example at a time."""
   p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-  phi, z = np.asarray(PHI, np.float64), np.asarray(z, np.float64)
+  phi = np.asarray(PHI, np.float64)
+  z = np.asarray(z, np.float64)
   c = p['covariance']
   v = phi @ c['v_kernel'] + c['v_bias']
   d = np.log1p(np.exp(phi @ c['d_kernel'] + c['d_bias'])) + 1e-3
@@ -166,7 +175,8 @@ def test_initial_bias_makes_the_first_loss_independent_of_tau():
   """With sigmoid and -10 the loss of a wide multi-label head starts near 10 for its one label,
   whatever tau_0.
   """
-  labels, keys = np.zeros((B, 1), np.int32), example_keys(jax.random.key(0), jnp.arange(B))
+  labels = np.zeros((B, 1), np.int32)
+  keys = example_keys(jax.random.key(0), jnp.arange(B))
 
   def loss_of(phi, tau_0):
     temperature = LearnedTemperature(initial_tau=tau_0)
@@ -189,7 +199,8 @@ def test_hash_is_fixed_and_even():
 
 def test_buckets_without_a_class_change_no_logit():
   head = HetH(K, num_factors=R, num_buckets=40, class_multiple=8)
-  params, short = init(head), head.clone(empty_buckets=False)
+  params = init(head)
+  short = head.clone(empty_buckets=False)
   used = head.used_buckets(D)
   assert set(used) == set(class_buckets(K, 40, 0)) and short.extra_params(D) < head.extra_params(D)
   cut = {name: np.asarray(x)[..., used] for name, x in params['covariance'].items()}
@@ -205,9 +216,11 @@ def test_buckets_without_a_class_change_no_logit():
 
 @pytest.mark.slow
 def test_het_xl_with_its_affine_loading_is_the_same():
-  head, labels = HEADS['het_xl'], jnp.arange(B)
+  head = HEADS['het_xl']
+  labels = jnp.arange(B)
   integrator = Integrator(2)
-  params, keys = init(head), example_keys(jax.random.key(2), labels)
+  params = init(head)
+  keys = example_keys(jax.random.key(2), labels)
 
   def loss(params, loading):
     logits = head.apply({'params': params}, PHI, *loading(params))
@@ -233,7 +246,8 @@ def test_noise_starts_in_given_directions(parametrization):
 
   noise = noise_in_directions(params['covariance'], directions)
   assert jax.tree.map(np.shape, noise) == jax.tree.map(np.shape, dict(params['covariance']))
-  found, expected = factors(noise)[:, :R], directions[:R] / np.sqrt(R)
+  found = factors(noise)[:, :R]
+  expected = directions[:R] / np.sqrt(R)
   for row in found:
     assert np.vdot(row, expected) / np.linalg.norm(row) / np.linalg.norm(expected) > 0.8
   small = noise_in_directions(params['covariance'], directions, phi_size=1e6)  # of much larger phi
@@ -366,9 +380,11 @@ def test_float64_and_any_mix_of_dtypes(name, link, method, num_samples):
 
     @functools.partial(jax.value_and_grad, argnums=(1, 2), has_aux=True)
     def losses(integrator, params, phi):
-      logits, keys = head.apply({'params': params}, phi), example_keys(jax.random.key(2), INDEX)
+      logits = head.apply({'params': params}, phi)
+      keys = example_keys(jax.random.key(2), INDEX)
       log_prob = integrator.log_prob(logits, keys)[:, :K]
-      nll, entropy = integrator.nll(logits, INDEX, keys), integrator.expected_entropy(logits, keys)
+      nll = integrator.nll(logits, INDEX, keys)
+      entropy = integrator.expected_entropy(logits, keys)
       return (weight * log_prob).sum() + (nll - 2.0 * entropy).sum(), (log_prob, nll, entropy)
 
     arguments = params, jnp.asarray(PHI, phi_dtype)
@@ -419,7 +435,8 @@ def test_an_export_takes_any_batch_size(name, link, method, num_samples):
 
   shapes = export.symbolic_args_specs((PHI, INDEX), ('b, ...', 'b'))
   program = export.export(predict)(params, *shapes)
-  got, expected = program.call(params, PHI, INDEX), predict(params, PHI, INDEX)
+  got = program.call(params, PHI, INDEX)
+  expected = predict(params, PHI, INDEX)
   for x, y in zip(got, expected, strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
@@ -470,7 +487,8 @@ def test_initial_noise_scale_scales_the_noise_at_the_start():
     logits, _ = head.init_with_output(jax.random.key(1), phi)
     return np.asarray(logits.factors())  # [B, R + 1, Kp]
 
-  reference, small = factors(1.0), factors(0.1)
+  reference = factors(1.0)
+  small = factors(0.1)
   np.testing.assert_allclose(small[:, :R], 0.1 * reference[:, :R], rtol=1e-5, atol=1e-7)
   remainder = np.abs(small[:, R]).mean() / np.abs(reference[:, R]).mean()
   assert 0.05 < remainder < 0.25  # a softplus is not homogeneous

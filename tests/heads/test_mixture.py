@@ -19,7 +19,8 @@ def test_its_definition_and_its_rank():
   params = perturbed(head.init(jax.random.key(1), phi)['params'])
   log_p = Integrator(num_samples=1).log_prob(head.apply({'params': params}, phi), None)[:, :20]
 
-  x, own = np.float64(phi), jax.tree.map(np.float64, params)
+  x = np.float64(phi)
+  own = jax.tree.map(np.float64, params)
   moved = np.einsum('bd,dmq->bmq', x, own['component_kernel']) + own['component_bias']
   logits = (x[:, None] + moved) @ own['kernel'][:, :20] + own['bias'][:20]  # [B, M, K]
   weights = softmax(x @ own['weight_kernel'] + own['weight_bias'], axis=-1)

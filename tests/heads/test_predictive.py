@@ -19,7 +19,9 @@ from het_plugin.integrate.exact import expected_log_odds
 from tests.integrate import quadrature
 from tests.params import drawn
 
-B, D, K = 4, 6, 5
+B = 4
+D = 6
+K = 5
 PHI = jax.random.normal(jax.random.key(0), (B, D))
 LABELS = jnp.array([0, 1, 2, 4])
 HEADS = [Det, Het, HetH, HetXL]
@@ -47,7 +49,8 @@ def keys_of(key, size=B):
 def test_log_odds_and_derivatives_against_quadrature():
   """Also where p rounds to 0 or 1: |mu| up to 100."""
   mean, std = np.meshgrid([-100, -60.0, -51, -9, -0.3, 0, 1e-3, 2, 30, 55, 100], [0.0, 0.1, 1, 4])
-  mean, std = mean.ravel(), std.ravel()
+  mean = mean.ravel()
+  std = std.ravel()
   on, off = (
     np.array([quadrature.log_expected_sigmoid(s * m, v) for m, v in zip(mean, std, strict=True)])
     for s in (1, -1)
@@ -120,8 +123,10 @@ def test_integrators_without_samples(integrator, link):
   log_p = special.log_softmax(got, -1) if link == 'softmax' else special.log_expit(got)
   np.testing.assert_allclose(log_p, expected[:, :K], atol=2e-5)
   if isinstance(integrator, Location):
-    plain, target = (logits.location / logits.temperature)[:, :K], np.eye(K)[np.asarray(LABELS)]
-    log_on, log_off = special.log_expit(plain), special.log_expit(-plain)
+    plain = (logits.location / logits.temperature)[:, :K]
+    target = np.eye(K)[np.asarray(LABELS)]
+    log_on = special.log_expit(plain)
+    log_off = special.log_expit(-plain)
     plain = special.log_softmax(plain, -1)
     np.testing.assert_allclose(log_p, plain if link == 'softmax' else log_on, atol=1e-6)
     of_classes = target * plain
@@ -203,7 +208,8 @@ def test_a_host_with_batch_norm_and_dropout_learns():
   host = Host(PredictiveLogits(make(HetXL)))
   init = jax.jit(functools.partial(host.init, train=False))
   variables = init(jax.random.key(0), PHI)
-  params, stats = variables['params'], variables['batch_stats']
+  params = variables['params']
+  stats = variables['batch_stats']
   optimizer = optax.adam(1e-2)
 
   @jax.jit
@@ -220,7 +226,9 @@ def test_a_host_with_batch_norm_and_dropout_learns():
     updates, state = optimizer.update(gradient, state, params)
     return optax.apply_updates(params, updates), stats, state, value
 
-  state, losses, before = optimizer.init(params), [], stats
+  state = optimizer.init(params)
+  losses = []
+  before = stats
   for i in range(60):
     params, stats, state, value = step(params, stats, state, jax.random.key(i))
     losses.append(value)
@@ -280,7 +288,8 @@ def nnx_head(head, seed=0, **settings):
 @pytest.mark.parametrize('head', HEADS)
 def test_nnx_heads_are_the_linen_heads(head):
   """The same parameters by name, logits and gradients."""
-  ours, definition = nnx_head(head), make(head)
+  ours = nnx_head(head)
+  definition = make(head)
   params = nnx.to_pure_dict(nnx.state(ours, nnx.Param))
   shapes = jax.eval_shape(definition.init, jax.random.key(0), PHI)['params']
   assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, dict(shapes))

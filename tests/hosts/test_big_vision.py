@@ -27,7 +27,9 @@ needs_big_vision = pytest.mark.skipif(
   reason='big_vision is not importable: docs/big_vision.md says how',
 )
 
-K, SIZE, BATCH = 4, 8, 32
+K = 4
+SIZE = 8
+BATCH = 32
 IMAGES = jax.random.normal(jax.random.key(0), (BATCH, SIZE, SIZE, 3))
 VIT = {'base': 'vit', 'variant': 'mu/4'}
 HEADS = {
@@ -140,7 +142,8 @@ def test_a_head_adds_its_parameters_to_those_of_big_vision(head):
 def test_det_is_the_last_layer_of_big_vision():
   from big_vision.models import vit
 
-  theirs, ours = vit.Model(K, variant='mu/4', head_zeroinit=False), host.Model(K, head='det', **VIT)
+  theirs = vit.Model(K, variant='mu/4', head_zeroinit=False)
+  ours = host.Model(K, head='det', **VIT)
   params = {'params': init(theirs)}
   expected, _ = theirs.apply(params, IMAGES)
   np.testing.assert_allclose(ours.apply(params, IMAGES)[0], jax.nn.log_softmax(expected), atol=1e-5)
@@ -151,7 +154,8 @@ def test_det_is_the_last_layer_of_big_vision():
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 def test_every_image_model_takes_a_head(base, link):
   """In training the noise of a softmax comes from 'dropout'; in evaluation it is fixed."""
-  settings, images = BASES[base] | {'link': link}, IMAGES[:2]
+  settings = BASES[base] | {'link': link}
+  images = IMAGES[:2]
   model = host.Model(K, base=base, head='het_xl', num_factors=2, num_samples=4, **settings)
   params = model.init(jax.random.PRNGKey(0), images)
 

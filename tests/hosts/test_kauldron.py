@@ -78,7 +78,8 @@ def test_draws_differ_by_row_and_key_and_are_fixed_in_evaluation():
 def test_logits_that_no_metric_reads_are_not_computed():
   head = HetXL(3, num_factors=2)
   _, params = outputs(head)
-  rngs, loss = {'default': jax.random.key(3)}, het.Nll()
+  rngs = {'default': jax.random.key(3)}
+  loss = het.Nll()
 
   def of_layer(params):
     out = het.Head(head).apply(params, PHI, rngs=rngs, is_training_property=True)
@@ -102,7 +103,8 @@ def test_the_temperature_does_not_decay():
 def test_calibration_error_is_that_of_numpy():
   rng = np.random.default_rng(0)
   logits = 2 * rng.normal(size=(40, 5)).astype(np.float32)
-  labels, mask = rng.integers(0, 5, (40, 1)), rng.random((40, 1)) < 0.7
+  labels = rng.integers(0, 5, (40, 1))
+  mask = rng.random((40, 1)) < 0.7
   metric = het.CalibrationError(labels='batch.label')
   parts = [metric.get_state(labels[i], logits[i], mask[i]) for i in np.split(np.arange(40), 2)]
   found = parts[0].merge(parts[1]).finalize().compute()
@@ -141,7 +143,8 @@ def test_a_task_that_kauldron_cannot_read_is_one_sentence(name, message):
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
   """{devices: folder} of the example: in one go on one device; stopped and resumed on four."""
-  runs, programs = {}, []
+  runs = {}
+  programs = []
   for devices, stops in ((1, [5]), (4, [3, 5])):
     runs[devices] = tmp_path_factory.mktemp('kauldron')
     flags = re.sub(r'(device_count)=\d+', rf'\1={devices}', os.environ['XLA_FLAGS'])

@@ -20,7 +20,8 @@ def tpu_devices(name='v5e:2x4'):
 def collectives(hlo):
   """Names of the collectives of a compiled program: (inside loops, outside)."""
   computations = dict(re.findall(r'^(?:ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}', hlo, re.M | re.S))
-  inside, pending = set(), re.findall(r'body=%?([\w.-]+)', hlo)
+  inside = set()
+  pending = re.findall(r'body=%?([\w.-]+)', hlo)
   while pending:
     name = pending.pop()
     if name in computations and name not in inside:

@@ -15,7 +15,8 @@ def log_expected_sigmoid(mean: float, std: float) -> tuple[float, float, float]:
   step = min(std / 8, 0.25)
   u = np.arange(mean - 13 * std, mean + std**2 + 13 * std, step)
   log_density = -0.5 * ((u - mean) / std) ** 2 - np.log(std * np.sqrt(2 * np.pi) / step)
-  log_on, log_off = -np.logaddexp(0.0, -u), -np.logaddexp(0.0, u)
+  log_on = -np.logaddexp(0.0, -u)
+  log_off = -np.logaddexp(0.0, u)
 
   def log_integral(log_f, sign=1.0):
     top = (log_f + log_density).max()

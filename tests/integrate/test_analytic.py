@@ -22,7 +22,11 @@ from het_plugin.integrate import (
 )
 from tests.meshes import make_mesh
 
-B, K, KP, D, R = 2, 5, 8, 6, 1
+B = 2
+K = 5
+KP = 8
+D = 6
+R = 1
 KINDS = ('identity', 'hash', 'linear')
 BUCKETS = np.arange(KP) * 7 % 3
 
@@ -74,7 +78,8 @@ def test_same_conventions_as_the_integrator(method, link):
   logits = make('identity', link).replace(covariance=None)
   labels = jnp.array([[2, 4], [-1, -1]], jnp.int32)
   keys = jax.random.split(jax.random.key(0), B)
-  analytic, exact = Analytic(method), Integrator()
+  analytic = Analytic(method)
+  exact = Integrator()
   find = jax.jit(
     lambda logits: [
       (x.nll(logits, labels, keys), x.log_prob(logits, keys)) for x in (analytic, exact)
@@ -87,7 +92,8 @@ def test_same_conventions_as_the_integrator(method, link):
 
 @pytest.mark.parametrize('method', ESTIMATORS)
 def test_the_mesh_may_have_explicit_axes(method):
-  logits, labels = make('identity', 'softmax'), jnp.arange(B)
+  logits = make('identity', 'softmax')
+  labels = jnp.arange(B)
   find = jax.jit(Analytic(method).nll)
   mesh = make_mesh(2, 2, kind=jax.sharding.AxisType.Explicit)
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data', 'model'))

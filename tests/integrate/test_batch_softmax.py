@@ -23,7 +23,9 @@ from het_plugin.integrate import (
 from tests.integrate.hlo import collectives
 from tests.meshes import make_mesh, on_mesh
 
-B, D, R = 16, 6, 3
+B = 16
+D = 6
+R = 3
 KEY = jax.random.key(7)
 
 
@@ -107,7 +109,8 @@ def expected(reference, arrays, weights, mask=None, z=None, **settings):
 @functools.cache
 def reference_step(reference, keep, **settings):
   def loss(arrays, weights, z):
-    pairs, batched = np.array(keep), functools.partial(is_batched, arrays)
+    pairs = np.array(keep)
+    batched = functools.partial(is_batched, arrays)
     arrays = jax.tree.map_with_path(lambda p, x: x[pairs] if batched(p) else x, arrays)
     more = settings if z is None else {'z': z[pairs], **settings}
     return reference(arrays, weights[:, pairs], **more)
@@ -145,7 +148,8 @@ def sharded(shape, function, *args):
 @pytest.mark.parametrize('chunk_bytes,masked', [(2**26, False), (4 * B * 7, True), (1, False)])
 def test_symmetric_nll_and_its_gradient(chunk_bytes, masked):
   """In one block, in chunks that do not divide the batch, row by row."""
-  arrays, weights = make(), weights_of()
+  arrays = make()
+  weights = weights_of()
   mask = (jnp.arange(B) % 3 != 1).astype(jnp.float32) if masked else None
   want = expected(reference_deterministic, arrays, weights, mask)
   loss = functools.partial(deterministic, mask=mask, chunk_bytes=chunk_bytes)
@@ -154,7 +158,8 @@ def test_symmetric_nll_and_its_gradient(chunk_bytes, masked):
 
 @pytest.mark.parametrize('shape,chunk_bytes', [((8, 1), 1), ((2, 4), 2**26)])
 def test_symmetric_nll_over_a_mesh(shape, chunk_bytes):
-  arrays, weights = make(), weights_of()
+  arrays = make()
+  weights = weights_of()
   mask = jnp.arange(B) != 5
   want = expected(reference_deterministic, arrays, weights, mask)
   loss = functools.partial(deterministic, mask=mask, chunk_bytes=chunk_bytes)
@@ -164,7 +169,8 @@ def test_symmetric_nll_over_a_mesh(shape, chunk_bytes):
 @pytest.mark.slow
 @pytest.mark.parametrize('batch', [1, 6])
 def test_batches_that_the_mesh_does_not_divide(batch):
-  arrays, weights = make(batch), weights_of(batch)
+  arrays = make(batch)
+  weights = weights_of(batch)
   value, gradient = expected(reference_deterministic, arrays, weights)
   got = sharded((2, 4), jax.value_and_grad(deterministic), arrays, weights)
   if batch == 1:  # the only candidate
@@ -174,7 +180,8 @@ def test_batches_that_the_mesh_does_not_divide(batch):
 
 def test_a_replica_axis_cuts_the_batch_too():
   mesh = make_mesh(2, 2, 2, names=('replica', 'data', 'model'))
-  arrays, weights = make(), weights_of()
+  arrays = make()
+  weights = weights_of()
   with on_mesh(mesh, [('batch', ('replica', 'data'))]):
     compiled = jax.jit(jax.value_and_grad(deterministic)).lower(arrays, weights).compile()
     assert_close(compiled(arrays, weights), expected(reference_deterministic, arrays, weights))
@@ -224,7 +231,8 @@ def deterministic_step():
 
 @pytest.mark.parametrize('scale', [1e4, 1e-4])
 def test_extreme_temperatures(scale):
-  arrays, weights = make(scale=scale), weights_of()
+  arrays = make(scale=scale)
+  weights = weights_of()
   want = expected(reference_deterministic, arrays, weights)
   # A logit of 1e4 is known to 1e-3 only, hence a probability to about as much of itself.
   assert_close(deterministic_step()(arrays, weights), want, 5e-3 if scale > 1 else 1e-5)
@@ -241,7 +249,9 @@ def test_near_certain_pairs_keep_the_digits_of_their_loss():
 
 @pytest.mark.slow
 def test_what_does_not_count_may_hold_anything():
-  arrays, weights, mask = make(), weights_of(), jnp.arange(B) != 2
+  arrays = make()
+  weights = weights_of()
+  mask = jnp.arange(B) != 2
   broken = jax.tree.map(lambda x: x.at[2].set(jnp.nan) if x.ndim else x, arrays)
   z = normals(B, 1)
   for loss, want in (
@@ -256,7 +266,8 @@ def test_what_does_not_count_may_hold_anything():
 
 
 def test_a_batch_in_which_nothing_counts():
-  arrays, weights = make(), weights_of()
+  arrays = make()
+  weights = weights_of()
   losses = (deterministic, functools.partial(noisy, num_samples=1))
   masked = [jax.value_and_grad(functools.partial(loss, mask=jnp.zeros(B))) for loss in losses]
   for value, gradient in jax.jit(lambda *args: [step(*args) for step in masked])(arrays, weights):
@@ -265,7 +276,8 @@ def test_a_batch_in_which_nothing_counts():
 
 
 def test_bfloat16_products():
-  arrays, weights = make(), weights_of()
+  arrays = make()
+  weights = weights_of()
   want = expected(reference_deterministic, arrays, weights)
   loss = functools.partial(deterministic, dtype=jnp.bfloat16)
   lowered = jax.jit(jax.value_and_grad(loss)).lower(arrays, weights)
@@ -313,7 +325,9 @@ def test_batch_nll_and_its_gradient(full, num_samples, alike):
 @pytest.mark.slow
 @pytest.mark.parametrize('shape, full', [((8, 1), True), ((2, 4), False)])
 def test_batch_nll_over_a_mesh(shape, full):
-  arrays, weights, mask = make(full=full), weights_of(), jnp.arange(B) != 5
+  arrays = make(full=full)
+  weights = weights_of()
+  mask = jnp.arange(B) != 5
   want = expected(reference_noisy, arrays, weights, mask, normals(B, 1))
   loss = functools.partial(noisy, mask=mask, num_samples=1)
   assert_close(sharded(shape, jax.value_and_grad(loss), arrays, weights), want, 5e-6)
@@ -322,7 +336,8 @@ def test_batch_nll_over_a_mesh(shape, full):
 @pytest.mark.slow
 @pytest.mark.parametrize('num_samples, chunk_bytes', [(1, 2**26), (3, 4 * B * 5)])
 def test_post_normalization(num_samples, chunk_bytes):
-  arrays, weights = make(), weights_of()
+  arrays = make()
+  weights = weights_of()
   z = normals(B, num_samples)
   want = expected(reference_noisy, arrays, weights, None, z, post_normalization=True)
   settings = {'num_samples': num_samples, 'post_normalization': True}
@@ -335,7 +350,8 @@ def test_post_normalization(num_samples, chunk_bytes):
 @pytest.mark.slow
 def test_the_integrator_is_that_of_the_caller():
   """Its sampler, and a remainder that fills the noise space; shared draws."""
-  arrays, weights = make(), weights_of()
+  arrays = make()
+  weights = weights_of()
   want = expected(reference_noisy, arrays, weights, None, normals(B, 4, antithetic))
   loss = functools.partial(noisy, num_samples=4, integrator=Integrator(4, sampler='antithetic'))
   assert_close(jax.jit(jax.value_and_grad(loss))(arrays, weights), want, 5e-6)
@@ -379,7 +395,8 @@ LOSSES = {
 @pytest.mark.parametrize(
   'name,shape',
   [
-    *(('det', (8, 1)), ('one_sample', (2, 4))),
+    ('det', (8, 1)),
+    ('one_sample', (2, 4)),
     *(
       pytest.param(name, (8, 1), marks=pytest.mark.slow)
       for name in ('one_sample', 'post_normalized', 'samples')
@@ -387,7 +404,8 @@ LOSSES = {
   ],
 )
 def test_no_device_holds_all_similarities(name, shape):
-  batch, dim = 992, 24  # no other dimension is 992 x 992 / 8
+  batch = 992
+  dim = 24  # no other dimension is 992 x 992 / 8
   compiled = compiled_loss(LOSSES[name], shape, batch, dim)
   text = compiled.as_text()
   assert not re.search(rf'\[(?:\d+,)*{batch},(?:\d+,)*{batch}[,\]]', text)
@@ -405,7 +423,9 @@ def test_no_device_holds_all_similarities(name, shape):
 
 
 def test_memory_does_not_grow_with_the_batch_beyond_the_budget():
-  batch, dim, budget = 2048, 8, 2**18
+  batch = 2048
+  dim = 8
+  budget = 2**18
   loss = functools.partial(deterministic, chunk_bytes=budget)
   block = 4 * batch * batch // 8
   temp = compiled_loss(loss, (8, 1), batch, dim).memory_analysis().temp_size_in_bytes
@@ -426,7 +446,8 @@ def test_memory_does_not_grow_with_the_batch_beyond_the_budget():
 )
 def test_products_of_a_mean_loss(loss, products, chunks):
   """Of all rows with all columns: forward, and to both; once more where blocks are not kept."""
-  batch, dim = 64, 256
+  batch = 64
+  dim = 256
   arrays = jax.eval_shape(functools.partial(make, batch, dim=dim))
   step = jax.jit(jax.value_and_grad(lambda arrays: loss(arrays, jnp.ones((2, batch)))))
   flops = step.lower(arrays).compile().cost_analysis()['flops']  # of one round of a loop

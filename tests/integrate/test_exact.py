@@ -63,7 +63,8 @@ def test_entropy_given_the_noise():
 
 def dense_marginals(logits):
   """Mean and standard deviation [B, K] from samples' covariance, written out."""
-  covariance, projection = logits.covariance, logits.projection
+  covariance = logits.covariance
+  projection = logits.projection
   loading = covariance.dense_loading()
   diag = covariance.diag[:, None]
   if covariance.remainder == 'diag':
@@ -86,8 +87,11 @@ def materialised_nll(logits, labels):
 
 
 CASES = [
-  *(('identity', False, 'rank_one'), ('hash', True, 'diag'), ('linear', False, 'rank_one')),
-  *(('shared_w', False, 'rank_one'), ('shared_w', True, 'diag')),
+  ('identity', False, 'rank_one'),
+  ('hash', True, 'diag'),
+  ('linear', False, 'rank_one'),
+  ('shared_w', False, 'rank_one'),
+  ('shared_w', True, 'diag'),
 ]
 
 

@@ -31,7 +31,13 @@ from tests.integrate import reference
 from tests.integrate.hlo import collectives, tpu_devices
 from tests.meshes import make_mesh, on_mesh
 
-B, D, K, KP, H, R, S = 3, 6, 13, 16, 5, 4, 11
+B = 3
+D = 6
+K = 13
+KP = 16
+H = 5
+R = 4
+S = 11
 LABELS = [[2], [12], [0]]
 MULTI_LABELS = [[2, 7], [12], []]
 KINDS = ('identity', 'hash', 'linear')
@@ -200,7 +206,8 @@ def test_log_prob_and_its_gradient_match_the_float64_reference(kind, link):
 @pytest.mark.parametrize(
   'kind,link',
   [
-    *(('hash', 'softmax'), ('hash', 'sigmoid')),
+    ('hash', 'softmax'),
+    ('hash', 'sigmoid'),
     pytest.param('shared_w', 'softmax', marks=pytest.mark.slow),
   ],
 )
@@ -212,7 +219,8 @@ def test_expected_entropy_is_that_of_the_samples(kind, link):
 
     @jax.jit
     def found(arrays, logits):
-      z, keys = draws(arrays, sampler=iid), keys_of()
+      z = draws(arrays, sampler=iid)
+      keys = keys_of()
       of_orders = [Integrator(S, order, chunk_size=4, **settings) for order in orders]
       entropies = [integrator.expected_entropy(logits, keys) for integrator in of_orders]
       alone = logits.replace(covariance=None, projection=None)
@@ -343,7 +351,8 @@ def test_deterministic_logits_take_the_closed_form():
 
 def test_a_softmax_of_noise_without_factors_is_that_of_its_remainder():
   logits = gaussian(make('identity', full=True, dtype=jnp.float32), 'identity')
-  loading, labels = logits.covariance.loading, pad(LABELS)
+  loading = logits.covariance.loading
+  labels = pad(LABELS)
 
   def alike(keys, sample_index, num_normals):
     return jnp.repeat(iid(keys, sample_index, 1), num_normals, axis=-1)
@@ -374,11 +383,14 @@ def test_a_softmax_of_noise_without_factors_is_that_of_its_remainder():
 )
 def test_memory_does_not_grow_with_samples(kind, link, result):
   """XLA's own account of temporaries of value and gradient, S = 1000 against S = 128."""
-  batch, classes, noise_dim = 4, 1024, {'identity': 1024, 'linear': 32}[kind]
+  batch = 4
+  classes = 1024
+  noise_dim = {'identity': 1024, 'linear': 32}[kind]
 
   def loss(location, scale, loading, diag, kernel, num_samples):
     projection = {'identity': None, 'linear': Linear(kernel)}[kind]
-    covariance, tau = LowRank(scale, loading, diag), jnp.float32(1.0)
+    covariance = LowRank(scale, loading, diag)
+    tau = jnp.float32(1.0)
     logits = GaussianLogits(location, covariance, projection, tau, classes, link)
     integrator = Integrator(num_samples=num_samples, method='sample', sampler='iid')
     if result == 'expected_entropy':
@@ -450,7 +462,9 @@ def sharded(function, mesh):
 )
 def test_sharded_classes_match_the_float64_reference(kind, link, order):
   with jax.enable_x64(True):
-    arrays, labels, keys = make(kind, batch=4), [*LABELS, [7]], keys_of(4)
+    arrays = make(kind, batch=4)
+    labels = [*LABELS, [7]]
+    keys = keys_of(4)
     z = dyadic(keys, jnp.arange(S), R + 1).astype(jnp.float64)
 
     def expected(arrays):
@@ -471,17 +485,17 @@ def test_sharded_classes_match_the_float64_reference(kind, link, order):
 @pytest.mark.slow
 def test_a_diagonal_remainder_of_sharded_classes_has_a_normal_for_each():
   with jax.enable_x64(True):
-    arrays, keys, labels = make('identity', batch=4), keys_of(4), pad([*LABELS, [7]])
+    arrays = make('identity', batch=4)
+    keys = keys_of(4)
+    labels = pad([*LABELS, [7]])
     z = np.asarray(jax.jit(dyadic, static_argnums=2)(keys, np.arange(S), R + KP), np.float64)
     location, loading, scale, diag, tau = (
       np.asarray(arrays[name]) for name in ('location', 'loading', 'scale', 'diag', 'tau')
     )
     u = location[:, None] + z[..., :R] @ loading * scale[:, None] + z[..., R:] * diag[:, None]
     p = special.softmax(u[..., :K] / tau, axis=-1).mean(axis=1)
-    integrator, logits = (
-      Integrator(S, chunk_size=4, sampler=dyadic),
-      gaussian(arrays, 'identity', 'diag'),
-    )
+    integrator = Integrator(S, chunk_size=4, sampler=dyadic)
+    logits = gaussian(arrays, 'identity', 'diag')
     run = sharded(
       lambda x: (integrator.log_prob(x, keys), integrator.nll(x, labels, keys)), make_mesh(2, 4)
     )
@@ -541,7 +555,9 @@ def compile_sharded_loss(name, link, integrator, mesh):
   'name,link,num_samples',
   [
     *((name, 'softmax', 200) for name in ('het', 'het_h', 'het_xl')),
-    *(('het_xl', 'softmax', 64), ('het', 'softmax', 3), ('het_xl', 'sigmoid', 200)),
+    ('het_xl', 'softmax', 64),
+    ('het', 'softmax', 3),
+    ('het_xl', 'sigmoid', 200),
   ],
 )
 @pytest.mark.parametrize('platform', ['cpu', pytest.param('tpu', marks=pytest.mark.slow)])
@@ -566,7 +582,8 @@ def test_shards_do_not_talk_inside_the_sample_loop(platform, name, link, num_sam
 def test_cost_model_picks_the_cheaper_order(batch=2, noise_dim=64, classes=512, factors=10):
   v = jnp.zeros((batch, noise_dim))
   covariance = LowRank(v, jnp.zeros((factors, noise_dim)), v)
-  kernel, tau = Linear(jnp.zeros((noise_dim, classes))), jnp.float32(1)
+  kernel = Linear(jnp.zeros((noise_dim, classes)))
+  tau = jnp.float32(1)
   wide = GaussianLogits(jnp.zeros((batch, classes)), covariance, kernel, tau, num_classes=classes)
   assert pick_order(wide, 4) == 'sample_then_project'
   assert pick_order(wide, 1000) == 'project_then_sample'
@@ -645,7 +662,8 @@ def test_second_derivatives(link, order, method):
 def test_one_label_per_example_needs_no_second_dimension(link):
   logits = gaussian(make('linear', dtype=jnp.float32), 'linear', link=link)
   integrator = Integrator(2)
-  labels, flat = np.array(LABELS), np.array(LABELS)[:, 0]
+  labels = np.array(LABELS)
+  flat = np.array(LABELS)[:, 0]
   given = (labels, jnp.asarray(flat), flat, flat.astype(np.uint8))
 
   @jax.jit
@@ -672,7 +690,8 @@ def test_a_label_not_below_k_that_jit_hides_gives_nan(link):
 
 def test_fixed_points_of_fixed_points_are_those_of_the_sampler():
   logits = gaussian(make('linear', dtype=jnp.float32), 'linear')
-  once, twice = Integrator(8).with_fixed_points(5), Integrator(8).with_fixed_points(0)
+  once = Integrator(8).with_fixed_points(5)
+  twice = Integrator(8).with_fixed_points(0)
   twice = twice.with_fixed_points(5)
   find = jax.jit(lambda logits: [x.log_prob(logits, keys_of()) for x in (once, twice)])
   np.testing.assert_array_equal(*find(logits))
@@ -680,7 +699,8 @@ def test_fixed_points_of_fixed_points_are_those_of_the_sampler():
 
 def test_fixed_points_may_be_made_first_where_classes_are_sharded():
   logits = gaussian(make('linear', batch=4, dtype=jnp.float32), 'linear')
-  fixed, keys = Integrator(2, sampler='sobol').with_fixed_points(11), keys_of(4)
+  fixed = Integrator(2, sampler='sobol').with_fixed_points(11)
+  keys = keys_of(4)
   with on_mesh(make_mesh(2, 4)):
     assert jax.eval_shape(lambda x: fixed.nll(x, jnp.arange(4), keys), logits).shape == (4,)
 
@@ -695,7 +715,8 @@ def test_labels_may_be_narrow(dtype):
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 def test_batches_and_lists_of_labels_may_be_empty(link):
   logits = gaussian(make('linear', dtype=jnp.float32), 'linear', link=link)
-  no_labels, none_listed = np.zeros((B, 0), np.int32), np.full((B, 1), -1)
+  no_labels = np.zeros((B, 0), np.int32)
+  none_listed = np.full((B, 1), -1)
   empty = gaussian(make('linear', full=True, batch=0, dtype=jnp.float32), 'linear', link=link)
 
   @jax.jit
@@ -705,7 +726,8 @@ def test_batches_and_lists_of_labels_may_be_empty(link):
 
   @jax.jit
   def of_nothing(empty):
-    keys, label = keys_of(0), none_listed[:0, 0]
+    keys = keys_of(0)
+    label = none_listed[:0, 0]
     return [
       (x.nll(empty, label, keys), x.log_prob(empty, keys)) for x in (Integrator(2), Analytic())
     ]
@@ -755,8 +777,10 @@ def test_impossible_requests_are_named():
 @pytest.mark.slow
 def test_an_exported_loss_of_few_fitted_samples_takes_any_batch_size():
   """Whose draws take the covariance of the noise that explains the label."""
-  head, phi = heads.HetXL(K, num_factors=R), np.random.default_rng(0).normal(size=(7, D))
-  phi, label = phi.astype(np.float32), np.arange(7, dtype=np.int32)
+  head = heads.HetXL(K, num_factors=R)
+  phi = np.random.default_rng(0).normal(size=(7, D))
+  phi = phi.astype(np.float32)
+  label = np.arange(7, dtype=np.int32)
   params = jax.jit(head.init)(jax.random.key(0), phi)
 
   @jax.jit

@@ -36,8 +36,10 @@ from tests.integrate.test_tiles import (
 from tests.meshes import make_mesh, on_mesh
 
 FORMS = [
-  *(('linear', False, 'rank_one'), ('shared_w', True, 'rank_one')),
-  *(('shared_w', False, 'diag'), ('linear', True, 'diag')),
+  ('linear', False, 'rank_one'),
+  ('shared_w', True, 'rank_one'),
+  ('shared_w', False, 'diag'),
+  ('linear', True, 'diag'),
 ]
 
 
@@ -53,7 +55,8 @@ def all_factors(logits):
 @pytest.mark.parametrize('kind,full,remainder', FORMS)
 def test_variances_are_those_of_the_formula(kind, full, remainder, monkeypatch):
   """And the directions leave hardly more than those of an eigendecomposition."""
-  counts, kept = (1, 2, R - 1), []
+  counts = (1, 2, R - 1)
+  kept = []
   axes_of = principal.principal_axes
 
   def keep(*args):
@@ -229,7 +232,8 @@ def test_flops_of_a_factor():
 
     return count_flops(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, phi).jaxpr)
 
-  few, more = flops(20, 4), flops(20, 8)
+  few = flops(20, 4)
+  more = flops(20, 8)
   assert more - few == pytest.approx(6 * 8 * 4 * 64 * 5000, rel=0.01)
   assert few == pytest.approx(flops(4), rel=0.02)
   assert few < 0.35 * flops(20)
@@ -265,8 +269,10 @@ def test_one_result_takes_the_same_variances_as_another():
 
   @jax.jit
   def found(params):
-    logits, few = head.apply({'params': params}, phi), Integrator(principal_factors=1)
-    nll, entropies = few.nll(logits, LABELS), [x.expected_entropy(logits) for x in (few, whole)]
+    logits = head.apply({'params': params}, phi)
+    few = Integrator(principal_factors=1)
+    nll = few.nll(logits, LABELS)
+    entropies = [x.expected_entropy(logits) for x in (few, whole)]
     return few.log_prob(logits)[:, :300], few.log_odds(logits)[:, :300], nll, entropies
 
   whole = Integrator()

@@ -81,7 +81,8 @@ def test_a_draw_depends_on_key_and_index_alone(sampler):
 @pytest.mark.parametrize('impl', ['threefry2x32', 'rbg', 'unsafe_rbg'])
 def test_keys_of_any_kind_give_draws_that_do_not_depend_on_the_batch(impl):
   key = jax.random.key(3, impl=impl)
-  keys, alone = example_keys(key, jnp.arange(3)), example_keys(key, jnp.arange(1, 2))
+  keys = example_keys(key, jnp.arange(3))
+  alone = example_keys(key, jnp.arange(1, 2))
   index = np.arange(2)
   np.testing.assert_array_equal(antithetic(keys, index, 3)[1:2], antithetic(alone, index, 3))
   for z in antithetic(keys, index, 3), antithetic(shared_key(key), index, 3):
@@ -134,20 +135,25 @@ def test_sobol_beyond_its_dimensions_goes_on_with_independent_normals():
 
 # In the integrator.
 
-B, K, R = 2, 10, 3
+B = 2
+K = 10
+R = 3
 
 
 def noisy(scale):
   rng = np.random.default_rng(0)
-  location, v = rng.normal(size=(B, K)), scale * rng.normal(size=(B, K))
-  loading, diag = rng.normal(size=(R, K)), scale * rng.uniform(0.5, 1.0, size=(B, K))
+  location = rng.normal(size=(B, K))
+  v = scale * rng.normal(size=(B, K))
+  loading = rng.normal(size=(R, K))
+  diag = scale * rng.uniform(0.5, 1.0, size=(B, K))
   location, *noise = (jnp.asarray(x, jnp.float32) for x in (location, v, loading, diag))
   return GaussianLogits(location, LowRank(*noise), None, jnp.float32(1.0), K)
 
 
 def all_factors(logits):
   """Factors in logit space in numpy, [B, T, K]."""
-  covariance, projection = logits.covariance, logits.projection
+  covariance = logits.covariance
+  projection = logits.projection
   scale, loading, diag = map(np.asarray, (covariance.scale, covariance.loading, covariance.diag))
   rest = (
     diag[:, None] if covariance.remainder == 'rank_one' else diag[:, None] * np.eye(diag.shape[1])
@@ -160,12 +166,14 @@ def log_p_of_all(logits, num_draws):
   """log p of every class [B, K] in numpy: Sobol points along the principal directions of the noise,
   and independent normals beyond Sobol's dimensions.
   """
-  location, factors = np.asarray(logits.location), np.asarray(all_factors(logits))
+  location = np.asarray(logits.location)
+  factors = np.asarray(all_factors(logits))
   log_p = []
   for u, f in zip(location, factors, strict=True):
     f = np.linalg.svd(f, full_matrices=False)
     f = f[1][:, None] * f[2]
-    rng, dim = np.random.default_rng(0), min(len(f), MAX_DIMENSIONS)
+    rng = np.random.default_rng(0)
+    dim = min(len(f), MAX_DIMENSIONS)
     points = qmc.Sobol(dim, rng=rng).random(num_draws)
     z = np.concatenate([norm.ppf(points), rng.normal(size=(num_draws, len(f) - dim))], axis=1)
     of_draws = special.log_softmax(u + z.astype(np.float32) @ f, axis=1)
@@ -179,7 +187,8 @@ def log_p_of_label(location, factors, labels):
   """
   log_p = []
   for u, f, label in zip(np.float64(location), np.float64(factors), labels, strict=True):
-    mode, eye = np.zeros(len(f)), np.eye(len(f))
+    mode = np.zeros(len(f))
+    eye = np.eye(len(f))
 
     def value(z, u=u, f=f, label=label):
       return special.log_softmax(u + z @ f, axis=-1)[..., label] - np.square(z).sum(-1) / 2
@@ -367,7 +376,10 @@ def test_tilt_is_unbiased_also_for_the_least_probable_label(num_samples):
 def test_few_samples_are_as_good_as_many_independent_ones(kind, std):
   """Labels of the model, and any labels. HET, whose classes have noise of their own, is harder."""
   rng = np.random.default_rng(0)
-  batch, classes, dim, factors = 8, 200, 32, 10
+  batch = 8
+  classes = 200
+  dim = 32
+  factors = 10
   width = classes if kind == 'het' else dim
   noise = rng.normal(size=(batch, width)), rng.normal(size=(factors, width))
   noise = *noise, rng.uniform(0.1, 0.5, size=(batch, width))
@@ -407,7 +419,8 @@ def test_few_samples_are_as_good_as_many_independent_ones(kind, std):
 @pytest.mark.slow
 def test_gradient_of_tilted_loss_is_that_of_the_integral():
   """Of a probability of about 1e-33; the reference is a sum over a grid in float64."""
-  location, factor = np.array([0.0, -78.0, 1.0]), np.array([[0.5, 1.5, -0.5]])
+  location = np.array([0.0, -78.0, 1.0])
+  factor = np.array([[0.5, 1.5, -0.5]])
   z = np.linspace(-14, 14, 20001)[:, None]
 
   def log_p(location, factor):
@@ -468,7 +481,9 @@ def tilted_and_plain(num_samples):
 def test_noise_of_many_taus_does_not_collapse_the_tilted_loss(num_samples, std, label_at):
   """Beside a sum over 200,000 draws in float64: without the mixture p is 0.003 to 0.9 of it."""
   rng = np.random.default_rng(0)
-  classes, factors, keys = 10, 5, 256
+  classes = 10
+  factors = 5
+  keys = 256
   location = rng.normal(size=classes)
   location[0] = label_at
   noise = rng.normal(size=(factors + 1, classes)) * std / np.sqrt(factors + 1)
@@ -482,7 +497,8 @@ def test_noise_of_many_taus_does_not_collapse_the_tilted_loss(num_samples, std, 
   logits = GaussianLogits(many(location), covariance, None, np.float32(1.0), classes)
   losses = tilted_and_plain(num_samples)(logits, np.zeros(keys, np.int32))
   ratios = [np.exp(-np.asarray(nll, np.float64)) / expected for nll in losses]
-  found, rmse = ratios[0], [np.sqrt(np.square(np.log(x)).mean()) for x in ratios]
+  found = ratios[0]
+  rmse = [np.sqrt(np.square(np.log(x)).mean()) for x in ratios]
   assert abs(found.mean() - 1) < 4 * found.std() / np.sqrt(keys) + 0.02
   assert rmse[0] < 2 * rmse[1] + 0.1
 

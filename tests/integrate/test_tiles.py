@@ -23,7 +23,9 @@ from het_plugin.integrate import (
 )
 from tests.meshes import make_mesh, on_mesh
 
-B, D, K = 4, 16, 300  # 384 with padding
+B = 4
+D = 16
+K = 300  # 384 with padding
 TILE = 50  # divides neither K nor what is padded
 LABELS = np.array([3, 299, -1, 0], np.int32)
 MULTI_LABELS = np.array([[3, 4], [299, -1], [-1, -1], [49, 50]], np.int32)
@@ -81,7 +83,8 @@ def assert_close(found, expected, rtol):
   [
     # Around the fit; the other heads have few samples, or a sigmoid. DET, and the sigmoid of HET-H
     # and HET-XL: see the next test. The draws of HET-H are those of all classes at one time.
-    *(('het_h', 'softmax', 4, LABELS), ('many_factors', 'softmax', 33, LABELS)),
+    ('het_h', 'softmax', 4, LABELS),
+    ('many_factors', 'softmax', 33, LABELS),
     *((name, 'sigmoid', 1, MULTI_LABELS) for name in ('own_kernel', 'het_xl_full', 'factor_bias')),
     ('own_kernel', 'softmax', 8, LABELS),  # 64 points share 8 draws
     *((name, 'softmax', 3, LABELS) for name in ('het_xl_full', 'factor_bias')),
@@ -212,7 +215,8 @@ def test_buckets_far_below_the_others_are_not_lost():
 @pytest.mark.parametrize(
   'name,link,num_samples,shape',
   [
-    *(('det', 'softmax', 33, (2, 4)), ('own_kernel', 'softmax', 33, (2, 4))),
+    ('det', 'softmax', 33, (2, 4)),
+    ('own_kernel', 'softmax', 33, (2, 4)),
     *((name, 'sigmoid', 33, (2, 4)) for name in ('het_h', 'het_xl')),
     ('het_xl', 'softmax', 3, (1, 8)),  # without a fit
   ],
@@ -256,7 +260,8 @@ def test_memory_does_not_grow_with_classes(name, link):
 )
 def test_log_prob_of_a_million_classes_keeps_no_samples(name, arrays, num_samples):
   """Temporary memory in arrays [B, K] of 16 MB; [B, S, K] would be 32 or 1,000 of them."""
-  head, phi = HEADS[name](10**6), jax.ShapeDtypeStruct((B, 64), jnp.float32)
+  head = HEADS[name](10**6)
+  phi = jax.ShapeDtypeStruct((B, 64), jnp.float32)
   params = jax.eval_shape(head.init, jax.random.key(0), phi)
 
   def log_prob(params, phi):
@@ -298,7 +303,8 @@ def test_symbolic_batch(link, settings):
     jax.ShapeDtypeStruct((batch,), jnp.int32),
   ]
   exported = export.export(jax.jit(nll))(*shapes)
-  phi, labels = jax.random.normal(jax.random.key(1), (3, D)), jnp.array([0, 7, 299])
+  phi = jax.random.normal(jax.random.key(1), (3, D))
+  labels = jnp.array([0, 7, 299])
   np.testing.assert_allclose(exported.call(phi, labels), jax.jit(nll)(phi, labels), rtol=1e-5)
 
 

@@ -184,25 +184,40 @@ def test_none_is_left_when_the_launcher_is_killed():
 
 GIN_FILES = ['gin/runs/digits_smoke.gin', 'gin/heads/het_xl.gin']
 SETTINGS = [
-  *('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2'),
-  *('EVAL_PERIOD = 4', 'EVAL_STEPS = 2', 'SAVE_PERIOD = 2', 'STATS_PERIOD = 1', 'BATCH_SIZE = 16'),
-  *('WARMUP_STEPS = 0', "warmup_schedule.decay = 'constant'", 'HetXL.num_factors = 4'),
+  'vit.width = 16',
+  'vit.depth = 1',
+  'vit.mlp_dim = 16',
+  'vit.num_heads = 2',
+  'EVAL_PERIOD = 4',
+  'EVAL_STEPS = 2',
+  'SAVE_PERIOD = 2',
+  'STATS_PERIOD = 1',
+  'BATCH_SIZE = 16',
+  'WARMUP_STEPS = 0',
+  "warmup_schedule.decay = 'constant'",
+  'HetXL.num_factors = 4',
   'train/Integrator.num_samples = 2',
 ]
 EVALUATED = [
   'eval/Integrator.num_samples = 2',
   "ACTIONS = {'TRAIN_EVAL': [@FewShotAction()]}",
-  *('FewShotAction.image_size = 8', 'FewShotAction.channels = 1'),
-  *('FewShotAction.shots = (1,)', 'FewShotAction.seeds = (0,)', 'FewShotAction.batch_size = 64'),
+  'FewShotAction.image_size = 8',
+  'FewShotAction.channels = 1',
+  'FewShotAction.shots = (1,)',
+  'FewShotAction.seeds = (0,)',
+  'FewShotAction.batch_size = 64',
   'FewShotAction.datasets = (@FewShotDataset(),)',
-  *("FewShotDataset.name = 'digits'", "FewShotDataset.task = 'digits'"),
+  "FewShotDataset.name = 'digits'",
+  "FewShotDataset.task = 'digits'",
 ]
 NOT_EVALUATED = 'train.train_eval_dataset_cfg = None'
 
 
 def start_training(model_dir, *bindings):
   return start(
-    *(sys.executable, '-m', 'het_plugin.train'),
+    sys.executable,
+    '-m',
+    'het_plugin.train',
     *(f'--gin_file={file}' for file in GIN_FILES),
     *(f'--gin.{text}' for text in (*SETTINGS, *bindings, f"MODEL_DIR = '{model_dir}'")),
     devices=4,
@@ -243,7 +258,8 @@ def alone(tmp_path_factory):
 @pytest.mark.slow
 def test_two_processes_train_as_one_does_which_resumes_their_run(alone, tmp_path):
   """Two processes of four devices, mesh 8 x 1. Each reads its own rows, or losses would differ."""
-  folder, expected = tmp_path / 'pair', series(alone[0], 'train/loss')
+  folder = tmp_path / 'pair'
+  expected = series(alone[0], 'train/loss')
   process = start_training(folder, *EVALUATED, 'TRAIN_STEPS = 4')
   output = process.communicate(timeout=400)[0]
   assert process.returncode == 0, output[-5000:]
@@ -292,8 +308,15 @@ def test_two_resume_what_one_saved_and_stop_together(alone, tmp_path):
 @pytest.mark.slow
 def test_two_processes_fine_tune_a_candidate_and_select(alone, tmp_path):
   process = start(
-    *(sys.executable, '-m', 'het_plugin.select', 'finetune', f'--checkpoint={alone[0]}'),
-    *('--split=test', '--batch_size=64', '--gin.TRAIN_STEPS=1', '--gin.ACTIONS={}'),
+    sys.executable,
+    '-m',
+    'het_plugin.select',
+    'finetune',
+    f'--checkpoint={alone[0]}',
+    '--split=test',
+    '--batch_size=64',
+    '--gin.TRAIN_STEPS=1',
+    '--gin.ACTIONS={}',
     f'--output_dir={tmp_path}',
     devices=1,
   )

@@ -10,9 +10,18 @@ from launch.gke import render
 from launch.processes import PREEMPTED
 
 SETTINGS = {
-  **{'image': 'registry/het_plugin:1', 'topology': 'v5e:4x4', 'num_slices': 1, 'max_restarts': 5},
-  **{'grace_seconds': 300, 'namespace': None, 'service_account': None, 'queue': None},
-  **{'spot': False, 'privileged': True, 'node_selector': [], 'env': []},
+  'image': 'registry/het_plugin:1',
+  'topology': 'v5e:4x4',
+  'num_slices': 1,
+  'max_restarts': 5,
+  'grace_seconds': 300,
+  'namespace': None,
+  'service_account': None,
+  'queue': None,
+  'spot': False,
+  'privileged': True,
+  'node_selector': [],
+  'env': [],
 }
 (JOB,) = sweep.make_jobs('gs://bucket/run', ['gin/runs/digits_smoke.gin'], ['A.flag = True'])
 

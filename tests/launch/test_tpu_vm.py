@@ -109,16 +109,22 @@ def test_a_dry_run_prints_every_command_and_runs_none(cloud):
   assert all(command[-2:] == ['--zone=us-east5-a', '--project=p'] for command in commands)
   assert [command[4] for command in commands] == ['describe', 'create', 'scp', 'ssh', 'ssh', 'ssh']
   assert commands[1][5:-2] == [
-    *('het', '--accelerator-type=v5litepod-16', '--runtime-version=v2-alpha-tpuv5-lite'),
-    *('--node-count=2', '--node-prefix=het', '--spot'),
+    'het',
+    '--accelerator-type=v5litepod-16',
+    '--runtime-version=v2-alpha-tpuv5-lite',
+    '--node-count=2',
+    '--node-prefix=het',
+    '--spot',
   ]
   assert {'--node=all', '--worker=all'} <= set(commands[4])
   (command,) = (x.removeprefix('--command=') for x in commands[4] if x.startswith('--command='))
   words = shlex.split(command)  # as the shell of the host does
   start = words.index('het_plugin.train') + 1
   assert words[start : words.index('>')] == [
-    *('--gin.PjitPartitioner.num_replicas=2', '--gin_file=gin/runs/digits_smoke.gin'),
-    *("--gin.NAME='a b'", "--gin.MODEL_DIR='gs://b/x'"),
+    '--gin.PjitPartitioner.num_replicas=2',
+    '--gin_file=gin/runs/digits_smoke.gin',
+    "--gin.NAME='a b'",
+    "--gin.MODEL_DIR='gs://b/x'",
   ]
 
 

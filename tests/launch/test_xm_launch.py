@@ -60,9 +60,15 @@ def test_a_dry_run_prints_every_local_job_and_starts_none(tmp_path, dry_run):
   assert commands[0][:3] == [sys.executable, '-m', 'launch.supervise']
   training = commands[-1][commands[-1].index('--') + 1 :]
   assert training == [
-    *(sys.executable, '-m', 'het_plugin.train', '--gin_file=gin/runs/digits_smoke.gin'),
+    sys.executable,
+    '-m',
+    'het_plugin.train',
+    '--gin_file=gin/runs/digits_smoke.gin',
     '--gin_file=het_plugin/gin/heads/het_xl.gin',
-    *('--gin.EVAL_STEPS=1', '--gin.WARMUP_STEPS=0', "--gin.NAME='a b'", '--gin.RANDOM_SEED=1'),
+    '--gin.EVAL_STEPS=1',
+    '--gin.WARMUP_STEPS=0',
+    "--gin.NAME='a b'",
+    '--gin.RANDOM_SEED=1',
     f"--gin.MODEL_DIR='{tmp_path}/sweep/het_xl-RANDOM_SEED=1'",
   ]
   assert '[4/4] het_xl-RANDOM_SEED=1' in printed

@@ -29,7 +29,8 @@ def summarize(log_p, labels, ood=None):
 
 def test_classwise_ece_by_hand(data):
   log_p, _, label = data
-  p, total = np.exp(log_p), 0.0
+  p = np.exp(log_p)
+  total = 0.0
   for k in range(4):
     for m in range(15):
       rows = (p[:, k] > m / 15) & (p[:, k] <= (m + 1) / 15)
@@ -50,7 +51,8 @@ def test_the_summary_of_predictions(data, monkeypatch):
   entropies = [stats.entropy(x, axis=1).round(9) for x in (np.exp(log_p), counts)]
   correlation = np.corrcoef(*map(stats.rankdata, entropies))[0, 1]
   assert found['disagreement_correlation'] == pytest.approx(correlation)
-  confidence, right = log_p.max(axis=1), log_p.argmax(axis=1) == label
+  confidence = log_p.max(axis=1)
+  right = log_p.argmax(axis=1) == label
   most = np.argsort(-confidence)[: int(0.8 * 150)]
   assert found['selective_accuracy'] == pytest.approx(right[most].mean())
   assert found['classwise_ece'] == pytest.approx(agreement.classwise_ece(log_p, label), rel=1e-12)
@@ -75,7 +77,8 @@ def test_the_summary_of_predictions(data, monkeypatch):
 
 
 def test_the_bins_of_many_parts_take_the_memory_of_one():
-  log_p, parts = np.full((2, 500), -np.log(500)), agreement.Parts()
+  log_p = np.full((2, 500), -np.log(500))
+  parts = agreement.Parts()
   tracemalloc.start()
   for _ in range(100):
     parts.add(agreement.score_examples(log_p, np.zeros((2, 1), np.int32)))

@@ -49,7 +49,9 @@ def test_the_error_of_the_share_is_its_spread_over_draws(concentration, given_t)
   """The error of the mean of `wrong`, which takes T as known, is `given_t` of it."""
   rng = np.random.default_rng(0)
   t = np.full((3, 3), 0.1) + 0.7 * np.eye(3)
-  share, error, of_wrong = [], [], []
+  share = []
+  error = []
+  of_wrong = []
   for _ in range(150):
     p = rng.dirichlet([concentration] * 3, size=500)
     found = audit(p, drawn(rng, t[drawn(rng, p)]))
@@ -83,7 +85,8 @@ def test_the_confusions_are_the_maximum_of_the_likelihood():
 
 def test_blocks_of_a_mapped_file_give_the_same_as_one_block(known, tmp_path, monkeypatch):
   p, _, label = known
-  p, label = p[:1003].astype(np.float32), label[:1003]
+  p = p[:1003].astype(np.float32)
+  label = label[:1003]
   np.save(tmp_path / 'p.npy', p)
   whole = audit(p, label)
   monkeypatch.setattr(measure, 'BLOCK_BYTES', 8 * 3 * 100)  # 100 rows

@@ -62,7 +62,8 @@ def test_signed_rank_over_data_sets():
     for values in (gains, [0.0] * len(gains))
   )
   assert comparison.signed_rank_p(ours, theirs) == pytest.approx(scipy.stats.wilcoxon(gains).pvalue)
-  draws, x = (0.1, 0.2, 0.3), ours['0']  # equal means, in another order
+  draws = (0.1, 0.2, 0.3)
+  x = ours['0']  # equal means, in another order
   ours['2'], theirs['2'] = (dataclasses.replace(x, accuracies=a) for a in (draws, draws[::-1]))
   gains[2] = 0
   assert comparison.signed_rank_p(ours, theirs) == pytest.approx(scipy.stats.wilcoxon(gains).pvalue)
@@ -72,7 +73,8 @@ def test_signed_rank_over_data_sets():
 
 
 def test_groups_of_seeds():
-  a, b = np.array([85.53, 85.59, 85.56]), np.array([85.31, 85.25, 85.30])
+  a = np.array([85.53, 85.59, 85.56])
+  b = np.array([85.31, 85.25, 85.30])
   expected = pytest.approx(85.56), pytest.approx(0.03 / np.sqrt(3))
   assert comparison.group_mean(a) == expected and comparison.group_mean(a[:1]) == (85.53, None)
   with warnings.catch_warnings(action='error'):  # of a run that failed

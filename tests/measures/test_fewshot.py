@@ -42,7 +42,8 @@ def test_draw_depends_on_ids_and_not_on_row_order(digits):
 
 
 def test_draw_is_the_documented_one():
-  labels, index = np.array([5, 5, 5, 5]), np.array([40, 10, 30, 20])
+  labels = np.array([5, 5, 5, 5])
+  index = np.array([40, 10, 30, 20])
   raw = np.random.PCG64(np.random.SeedSequence([7, 5])).random_raw(4)
   (rows,) = fewshot.draw_order(labels, index, seed=7)
   assert list(index[rows]) == [i for _, i in sorted(zip(raw, [10, 20, 30, 40], strict=True))]
@@ -144,7 +145,8 @@ def test_logistic_regression_is_scikit_learns(digits):
     *digits, shots=(4,), seeds=(0,), l2=8.0, classifier='logistic', draw='first'
   )[4]
   rows = np.concatenate([np.flatnonzero(train_y == c)[:4] for c in range(10)])
-  mean, std = train_x[rows].mean(0), train_x[rows].std(0)
+  mean = train_x[rows].mean(0)
+  std = train_x[rows].std(0)
   z, new = (np.where(std > 0, (x - mean) / (std + 1e-5), 0) for x in (train_x[rows], test_x))
   reference = LogisticRegression(C=1 / 8, max_iter=150).fit(z, train_y[rows])
   assert result.accuracies == (reference.score(new, test_y),)
@@ -212,6 +214,7 @@ def test_equal_accuracies_do_not_favour_the_larger_strength():
   assert chosen == {('a', 0): 2, ('b', 0): 2}
   assert np.argsort(np.argsort(flat)).argmax() == 3  # by position, as theirs
   # One data set decides and the other is all ties, which by position would outvote it.
-  picky, ties = np.array([0.1, 0.8, 0.7, 0.75]), np.full(4, 0.5)
+  picky = np.array([0.1, 0.8, 0.7, 0.75])
+  ties = np.full(4, 0.5)
   assert (np.argsort(np.argsort(picky)) + np.argsort(np.argsort(ties))).argmax() == 3
   assert fewshot.mean_rank({('a', 0): picky, ('b', 0): ties}, others=False)['a', 0] == 1

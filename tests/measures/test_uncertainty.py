@@ -14,7 +14,8 @@ from het_plugin.models import soft_labels
 from het_plugin.models.metrics import ExpectedCalibrationError
 from het_plugin.rows import Rows, concatenate
 
-N, K = 200, 7
+N = 200
+K = 7
 
 
 def predicted(log_prob, labels, index, link='softmax', **others):
@@ -57,7 +58,8 @@ def summary(predictions, ks=(1, 5)):
 
 def test_likelihood_precision_brier_and_entropy_as_scikit_learn_has_them():
   predictions = make()
-  p, y = np.exp(predictions.log_prob.astype(float)), predictions.labels[:, 0]
+  p = np.exp(predictions.log_prob.astype(float))
+  y = predictions.labels[:, 0]
   found = summary(predictions, (1, 3, K))
   assert found['nll'] == pytest.approx(-np.log(p[np.arange(N), y]).mean())
   assert found[f'precision_at_{K}'] == 1
@@ -79,7 +81,8 @@ def test_ece_is_that_of_training():
 
 
 def test_equal_confidences_count_as_if_in_random_order():
-  confidence, correct = np.array([0.9, 0.5, 0.5, 0.5]), np.array([True, False, True, True])
+  confidence = np.array([0.9, 0.5, 0.5, 0.5])
+  correct = np.array([True, False, True, True])
   expected = np.arange(4) / 3 / np.arange(1, 5)  # a third of an error with each of the equal ones
   np.testing.assert_allclose(uncertainty.risk_coverage(confidence, correct), expected)
 
@@ -103,7 +106,8 @@ def test_risk_and_coverage():
 
 def test_unknown_inputs():
   rng = np.random.default_rng(0)
-  known, unknown = rng.normal(size=101), rng.normal(1.0, size=70).round(1)
+  known = rng.normal(size=101)
+  unknown = rng.normal(1.0, size=70).round(1)
   is_unknown = np.repeat([0, 1], [101, 70])
   expected = metrics.roc_auc_score(is_unknown, np.concatenate([known, unknown]))
   assert uncertainty.auroc(unknown, known) == pytest.approx(expected)
@@ -189,7 +193,8 @@ def test_parts_and_blocks_make_the_whole(monkeypatch):
 
 
 def test_paired_differences():
-  first, second = make(seed=3), make(seed=4)
+  first = make(seed=3)
+  second = make(seed=4)
   order = np.random.default_rng(0).permutation(N)
   second = predicted(second.log_prob[order], first.labels[order], first.index[order])
   a, b = (score(x) for x in (first, second))
@@ -248,7 +253,8 @@ def test_single_precision_is_summed_in_double():
 
 
 def test_adaptive_bins_are_of_equal_numbers_and_never_part_ties():
-  confidence, correct = np.random.default_rng(0).random(150), np.arange(150) % 3 > 0
+  confidence = np.random.default_rng(0).random(150)
+  correct = np.arange(150) % 3 > 0
   even = uncertainty.adaptive_reliability(confidence, correct)
   assert even.count.tolist() == [10] * 15
   order = np.argsort(confidence)
@@ -297,5 +303,7 @@ def test_the_majority_of_votes():
   assert votes.majority(
     labels, np.array([[0.2, 0.7, 0.1], [0.6, 0.4, 0.0], [0, 0, 0]])
   ).tolist() == [
-    *(1, 3, -1),
+    1,
+    3,
+    -1,
   ]

@@ -128,7 +128,8 @@ def assert_trees_close(actual, expected, **tolerance):
 @functools.cache
 def unsharded_vit():
   """Parameters and batch of a model with a ViT, `step(params, batch)` and its result."""
-  model, batch = make_model(backbone=BACKBONE), make_batch()
+  model = make_model(backbone=BACKBONE)
+  batch = make_batch()
   params = make_params(model, batch)
 
   def step(params, batch):
@@ -150,7 +151,8 @@ def test_gradients_reach_every_parameter():
 
 @pytest.mark.slow
 def test_padded_classes_never_count():
-  model, batch = make_model('het_xl', link='sigmoid'), make_batch()
+  model = make_model('het_xl', link='sigmoid')
+  batch = make_batch()
   params = make_params(model, batch)
   location = np.asarray(jax.jit(lambda p, b: model.logits(p, b).location)(params, batch))
   batch['label'] = location[:, :NUM_CLASSES].argmax(-1, keepdims=True).astype(np.int32)
@@ -172,7 +174,8 @@ def test_padded_classes_never_count():
 @pytest.mark.slow
 @pytest.mark.parametrize('link, garbage_label', [('softmax', -1), ('sigmoid', 3)])
 def test_padding_rows_change_nothing(link, garbage_label):
-  model, batch = make_model('het_xl', link=link), make_batch(rows=2)
+  model = make_model('het_xl', link=link)
+  batch = make_batch(rows=2)
   params = make_params(model, batch)
   padding = make_batch(rows=6, seed=9)
   padding['mask'] = np.zeros(6, np.float32)
@@ -194,7 +197,8 @@ def test_padding_rows_change_nothing(link, garbage_label):
 
 @pytest.mark.slow
 def test_a_batch_of_padding_only_has_no_loss_and_no_gradient():
-  model, batch = make_model(), make_batch()
+  model = make_model()
+  batch = make_batch()
   batch['mask'] = np.zeros_like(batch['mask'])
   loss, grads = loss_and_grads(model, make_params(model, batch), batch)
   assert float(loss) == 0
@@ -203,7 +207,8 @@ def test_a_batch_of_padding_only_has_no_loss_and_no_gradient():
 
 @pytest.mark.slow
 def test_neither_order_nor_microbatches_change_the_step():
-  model, batch = make_model(), make_batch()
+  model = make_model()
+  batch = make_batch()
   params = make_params(model, batch)
   expected = loss_and_grads(model, params, batch)
   shuffled = rows_of(batch, np.random.default_rng(0).permutation(8))
@@ -218,7 +223,8 @@ def test_neither_order_nor_microbatches_change_the_step():
 
 @pytest.mark.slow
 def test_evaluation_does_not_depend_on_the_batches():
-  model, batch = make_model(), make_batch()
+  model = make_model()
+  batch = make_batch()
   params = make_params(model, batch)
   _, eval_fn = steps_of(model)
   whole = computed(eval_fn(params, batch)[1])
@@ -232,7 +238,8 @@ def test_evaluation_does_not_depend_on_the_batches():
 
 @pytest.mark.slow
 def test_keys_decide_the_noise():
-  model, batch = make_model(), make_batch()
+  model = make_model()
+  batch = make_batch()
   params = make_params(model, batch)
 
   def loss(key, batch=batch):
@@ -268,7 +275,8 @@ def test_dropout_acts_in_training_only_and_follows_the_key():
 
 @pytest.mark.slow
 def test_index_and_mask_are_optional():
-  model, batch = make_model(), make_batch()
+  model = make_model()
+  batch = make_batch()
   params = make_params(model, batch)
   bare = {name: batch[name] for name in ('image', 'label')}
   full = {**batch, 'index': np.arange(8, dtype=np.int32)}
@@ -280,7 +288,8 @@ def test_index_and_mask_are_optional():
 @pytest.mark.slow
 def test_loss_normalizing_factor_divides_the_sum():
   batch = make_batch()
-  model, summed = make_model(), make_model(loss_normalizing_factor=4.0)
+  model = make_model()
+  summed = make_model(loss_normalizing_factor=4.0)
   params = make_params(model, batch)
   mean, _ = loss_and_grads(model, params, batch)
   loss, metrics = jax.jit(summed.loss_fn)(params, batch, STEP_KEY)
@@ -306,7 +315,8 @@ def test_multi_label_metrics_and_scores(link, integrator):
     return log_prob[:, :NUM_CLASSES], *of_model
 
   log_prob, top, scores, (loss, metrics) = found(params, batch)
-  log_prob, top = np.asarray(log_prob), np.asarray(top)
+  log_prob = np.asarray(log_prob)
+  top = np.asarray(top)
   same = [t == row[row >= 0] for (t,), row in zip(top, batch['label'], strict=True)]
   correct = [x.any() if link == 'sigmoid' else x.mean() for x in same]
   np.testing.assert_allclose(metrics['precision_at_1'].compute(), np.mean(correct), rtol=1e-6)
@@ -322,7 +332,8 @@ def test_multi_label_metrics_and_scores(link, integrator):
 
 
 def test_predictions_and_scores_agree():
-  model, batch = make_model(backbone=Mlp(())), make_batch()
+  model = make_model(backbone=Mlp(()))
+  batch = make_batch()
   params = make_params(model, batch)
 
   @jax.jit
@@ -351,8 +362,10 @@ def test_predictions_and_scores_agree():
 
 def test_fixed_draws_make_the_loss_a_function_of_the_parameters():
   """Those of other models follow the key: see `test_keys_decide_the_noise`."""
-  model, batch = make_model('het_xl', Mlp(()), fixed_draws=True), make_batch()
-  loss_fn, params = jax.jit(model.loss_fn), make_params(model, batch)
+  model = make_model('het_xl', Mlp(()), fixed_draws=True)
+  batch = make_batch()
+  loss_fn = jax.jit(model.loss_fn)
+  params = make_params(model, batch)
   losses = [loss_fn(params, batch, jax.random.key(step))[0] for step in range(2)]
   assert losses[0] == losses[1]
 
@@ -361,7 +374,8 @@ def test_fixed_draws_make_the_loss_a_function_of_the_parameters():
 def test_representations_and_intermediates():
   model = make_model(backbone=BACKBONE, eval_integrator=Location())
   batch = make_batch()
-  params, layers = make_params(model, batch), ('pre_logits', 'block00')
+  params = make_params(model, batch)
+  layers = ('pre_logits', 'block00')
   found = jax.jit(lambda p, b: model.representations(p, b, layers=layers))(params, batch)
   assert {name: x.shape for name, x in found.items()} == {
     'pre_logits': (8, 12),

@@ -71,23 +71,21 @@ def values(metrics):
 
 @pytest.mark.slow
 def test_the_loss_is_equation_6():
-  model, batch = small_model('det'), make_batch()
+  model = small_model('det')
+  batch = make_batch()
   params = initial(model, batch)
 
   @jax.jit
   def found(params, batch):
-    alpha, beta = (
-      model.image_embeddings(params, batch),
-      model.text_embeddings(params, batch['text']),
-    )
-    scores, predicted = (
-      model.score_batch(params, batch),
-      model.predict_batch_with_aux(params, batch),
-    )
+    alpha = model.image_embeddings(params, batch)
+    beta = model.text_embeddings(params, batch['text'])
+    scores = model.score_batch(params, batch)
+    predicted = model.predict_batch_with_aux(params, batch)
     return alpha, beta, scores, predicted, model.eval_fn(params, batch)
 
   alpha, beta, scores, (embeddings, aux), (loss, metrics) = found(params, batch)
-  alpha, beta = np.asarray(alpha, np.float64), np.asarray(beta, np.float64)
+  alpha = np.asarray(alpha, np.float64)
+  beta = np.asarray(beta, np.float64)
   np.testing.assert_allclose(np.linalg.norm(alpha, axis=1), 1, rtol=1e-5)
   u = 10.0 * alpha @ beta.T
   image_to_text = np.log(np.exp(u).sum(1)) - np.diag(u)
@@ -107,7 +105,8 @@ def test_the_loss_is_equation_6():
 
 @pytest.mark.slow
 def test_masked_rows_do_not_matter():
-  model, batch = small_model('het_xl'), make_batch()
+  model = small_model('het_xl')
+  batch = make_batch()
   params = initial(model, batch)
   step = jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, jax.random.key(3))[0]))
   value_and_grad = functools.partial(step, params)
@@ -124,7 +123,8 @@ def test_masked_rows_do_not_matter():
 
 @pytest.mark.slow
 def test_noise_is_of_training_and_follows_the_examples():
-  model, batch = small_model('het_xl'), make_batch()
+  model = small_model('het_xl')
+  batch = make_batch()
   params = initial(model, batch)
   loss = jax.jit(lambda p, b, key: model.loss_fn(p, b, key)[0])
   first = loss(params, batch, jax.random.key(1))
@@ -173,7 +173,8 @@ def test_a_step_is_the_same_on_every_mesh():
     variables = model.get_initial_variables(jax.random.key(0), shapes)
     return TrainState.create(model.optimizer_def, variables)
 
-  initial_state, results = jax.device_get(init()), []
+  initial_state = jax.device_get(init())
+  results = []
   for num_partitions in (1, 4):
     partitioner = partitioning.PjitPartitioner(num_partitions=num_partitions)
     axes = partitioner.get_mesh_axes(jax.eval_shape(init))
@@ -192,7 +193,8 @@ def test_a_step_is_the_same_on_every_mesh():
 
 @pytest.mark.slow
 def test_zero_shot_probabilities():
-  model, batch = small_model('het_xl'), make_batch()
+  model = small_model('het_xl')
+  batch = make_batch()
   params = initial(model, batch)
 
   @jax.jit

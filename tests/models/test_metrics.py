@@ -50,7 +50,8 @@ def reference_ece(confidence, correct, bins=15):
 def test_single_label_metrics_are_those_of_scikit_learn():
   log_prob, labels, mask = random_batch(0, rows=300)
   real = mask > 0
-  probs, y = np.exp(log_prob[real].astype(np.float64)), labels[real, 0]
+  probs = np.exp(log_prob[real].astype(np.float64))
+  y = labels[real, 0]
   result = batch_metrics(log_prob, labels, mask, tau=0.7)
   values = compute(result)
   top = probs.argmax(-1)
@@ -68,7 +69,9 @@ def test_single_label_metrics_are_those_of_scikit_learn():
 def test_several_labels_are_votes():
   log_prob, labels, mask = random_batch(1, rows=200, num_labels=3)
   values = compute(batch_metrics(log_prob, labels, mask))
-  nll, correct, confidence = [], [], []
+  nll = []
+  correct = []
+  confidence = []
   for row, listed, real in zip(log_prob.astype(np.float64), labels, mask, strict=True):
     if real:
       listed = listed[listed >= 0]
@@ -109,7 +112,8 @@ def test_disagreement_is_the_rank_correlation_of_entropies():
   votes = rng.multinomial(5, rng.dirichlet(np.full(4, 0.3), 2000)) / 5
   noisy = np.log(0.9 * votes + 0.1 * rng.dirichlet(np.full(4, 0.2), 2000) + 1e-9)
   log_prob = np.pad(special.log_softmax(noisy, axis=1), ((0, 0), (0, 4)), constant_values=-np.inf)
-  target, mask = np.pad(votes, ((0, 0), (0, 4))), rng.integers(0, 2, 2000).astype(np.float32)
+  target = np.pad(votes, ((0, 0), (0, 4)))
+  mask = rng.integers(0, 2, 2000).astype(np.float32)
   real = mask > 0
   entropies = (stats.entropy(x[real], axis=1) for x in (np.exp(log_prob[:, :4]), votes))
   expected = stats.spearmanr(*entropies).statistic

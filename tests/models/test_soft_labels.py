@@ -8,7 +8,9 @@ from het_plugin.integrate import Integrator, example_keys
 from het_plugin.models import soft_labels
 from tests.params import drawn
 
-B, D, K = 4, 6, 5
+B = 4
+D = 6
+K = 5
 HEADS = {
   'det': lambda link: heads.Det(K, link=link),
   'het_xl': lambda link: heads.HetXL(K, num_factors=2, link=link),

@@ -156,7 +156,8 @@ def is_metric(x):
 
 @pytest.mark.slow
 def test_a_step_takes_t5xs_keys_and_gives_metrics_that_it_can_merge_and_write(small):
-  model, batch = small, batch_of(small)
+  model = small
+  batch = batch_of(small)
   params = initial(model, batch)['params']
   key = jax.random.fold_in(jax.random.PRNGKey(1), jnp.int32(3))  # `_get_step_rng`: a raw key
   (loss, metrics), gradients = value_and_grad(model, params, batch, key)
@@ -183,8 +184,10 @@ def test_predictions_and_scores_are_as_seqios_evaluator_takes_them():
   batch = batch_of(model)
   params = initial(model, batch)['params']
   key = jax.random.PRNGKey(0)
-  predict, score = jax.jit(model.predict_batch), jax.jit(model.score_batch)
-  predictions, scores = predict(params, batch, key), score(params, batch)
+  predict = jax.jit(model.predict_batch)
+  score = jax.jit(model.score_batch)
+  predictions = predict(params, batch, key)
+  scores = score(params, batch)
   with_aux, aux = jax.jit(model.predict_batch_with_aux)(params, batch, key)
   np.testing.assert_array_equal(predictions, with_aux)
   assert predictions.shape == (B, 1) and predictions.dtype == jnp.int32
@@ -199,8 +202,12 @@ def test_predictions_and_scores_are_as_seqios_evaluator_takes_them():
 def test_the_states_of_our_optimizer_are_of_types_that_t5x_can_place():
   """t5x has a rule a type (`OptaxStatePartitionRules`) and none for others."""
   known = {
-    *('EmptyState', 'MaskedState', 'ScaleByAdamState', 'ScaleByScheduleState'),
-    *('PartitionState', 'MultiTransformState'),
+    'EmptyState',
+    'MaskedState',
+    'ScaleByAdamState',
+    'ScaleByScheduleState',
+    'PartitionState',
+    'MultiTransformState',
   }
   params = {'backbone': {'kernel': jnp.ones(2)}, 'head': {'kernel': jnp.ones(2)}}
   for frozen in (None, '^backbone/'):

@@ -7,7 +7,12 @@ from het_plugin.operations.facts import RUNNING, Facts
 def attempt(began, start_step, last_step, state=RUNNING, /, **seconds):
   """An attempt whose phases last so long."""
   return Facts(
-    **{'process': 0, 'processes': 1, 'host': 'h', 'pid': 1, 'time': 0.0, 'total_steps': 100},
+    process=0,
+    processes=1,
+    host='h',
+    pid=1,
+    time=0.0,
+    total_steps=100,
     began=began,
     seconds=seconds,
     start_step=start_step,
@@ -26,14 +31,31 @@ def parts(attempts):
 def test_a_run_without_a_restart():
   history = [
     attempt(
-      *(1000, 0, 100, 'done'),
-      **{'start': 20, 'restore': 2, 'compile': 30, 'data': 4, 'step': 128},
-      **{'evaluate': 8, 'actions': 1, 'save': 5, 'end': 2},
+      1000,
+      0,
+      100,
+      'done',
+      start=20,
+      restore=2,
+      compile=30,
+      data=4,
+      step=128,
+      evaluate=8,
+      actions=1,
+      save=5,
+      end=2,
     )
   ]
   assert parts(history) == {
-    **{'training': 128, 'start': 20, 'restore': 2, 'compile': 30, 'data': 4},
-    **{'evaluate': 8, 'actions': 1, 'save': 5, 'end': 2},
+    'training': 128,
+    'start': 20,
+    'restore': 2,
+    'compile': 30,
+    'data': 4,
+    'evaluate': 8,
+    'actions': 1,
+    'save': 5,
+    'end': 2,
   }
   assert goodput.goodput(history)['share'] == 128 / 200
   assert goodput.goodput(history)['repeated_steps'] == 0
@@ -46,7 +68,12 @@ def test_killed_between_checkpoints():
     attempt(1189, 50, 100, 'done', start=10, compile=20, step=100),
   ]
   assert parts(history) == {
-    **{'training': 100 + 100, 'repeated': 20, 'start': 20, 'compile': 40, 'save': 6, 'down': 33},
+    'training': 100 + 100,
+    'repeated': 20,
+    'start': 20,
+    'compile': 40,
+    'save': 6,
+    'down': 33,
   }
   found = goodput.goodput(history)
   assert found['repeated_steps'] == 10

@@ -42,8 +42,12 @@ def test_a_line_says_who_where_and_what(tmp_path, ours):
   assert warning['message'] == 'c'
   assert abs(line.pop('time') - time.time()) < 60
   assert line == {
-    **{'level': 'INFO', 'process': 0, 'step': 7, 'phase': 'evaluate'},
-    **{'logger': 'het_plugin.some.module', 'message': 'loss 0.5'},
+    'level': 'INFO',
+    'process': 0,
+    'step': 7,
+    'phase': 'evaluate',
+    'logger': 'het_plugin.some.module',
+    'message': 'loss 0.5',
   }
 
 

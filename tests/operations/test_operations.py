@@ -41,7 +41,8 @@ def messages(folder):
 
 def test_files_follow_the_run(tmp_path, caplog):
   caplog.set_level(logging.INFO, 'het_plugin')
-  writer, watch = Writer(), operations.Operations()
+  writer = Writer()
+  watch = operations.Operations()
   with observing(tmp_path, watch):
     watch.resumed(4)
     watch.before_step(5)
@@ -119,7 +120,9 @@ def test_training_goes_on_where_files_cannot_be_written(tmp_path, caplog, monkey
 
 
 def test_the_start_and_a_beat_do_not_write_at_once(tmp_path, monkeypatch):
-  write, writing, most = facts.write, [], set()
+  write = facts.write
+  writing = []
+  most = set()
 
   def slow(*args):
     writing.append(None)

@@ -94,7 +94,8 @@ def test_all_processes_trace_the_same_steps_and_another_request_follows(tmp_path
   profiles.request(tmp_path, 5)
   with pytest.raises(ValueError, match='profile_request exists'):
     profiles.request(tmp_path, 5)
-  first, second = make(tmp_path, lead_seconds=6.0), make(tmp_path, process=1)
+  first = make(tmp_path, lead_seconds=6.0)
+  second = make(tmp_path, process=1)
   poll(second, 100, 0.5)
   poll(first, 0)  # the pace is not known yet
   assert not second._planned and not first._planned  # process 0 has not said which

@@ -52,7 +52,8 @@ def test_progress():
 def test_a_look_from_inside_the_lock(monkeypatch):
   """As a signal handler that logs takes it, between two lines of the thread it interrupts."""
   followed = recorder.Recorder()
-  turn, seen = followed._turn_page, []
+  turn = followed._turn_page
+  seen = []
   monkeypatch.setattr(followed, '_turn_page', lambda: (turn(), seen.append(followed.now().ticks)))
   followed.tick()
   assert seen == [1]

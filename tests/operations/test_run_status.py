@@ -12,11 +12,24 @@ NOW = 2_000_000_000.0
 def facts_of(folder, process=0, number=1, seconds_ago=2.0, **changes):
   """Writes the facts of a process of an attempt that began 150 s before."""
   value = {
-    **{'process': process, 'processes': 1, 'host': 'host-0', 'pid': 77, 'beat': 9},
-    **{'began': NOW - seconds_ago - 150, 'time': NOW - seconds_ago, 'total_steps': 400},
-    **{'phase': 'step', 'idle_seconds': 0.0, 'ticks': 1000, 'state': 'running', 'message': ''},
-    **{'seconds': {'start': 20, 'compile': 30, 'step': 80, 'data': 5, 'evaluate': 15}},
-    **{'start_step': 100, 'step': 300, 'saved_step': 200, 'exit_code': None},
+    'process': process,
+    'processes': 1,
+    'host': 'host-0',
+    'pid': 77,
+    'beat': 9,
+    'began': NOW - seconds_ago - 150,
+    'time': NOW - seconds_ago,
+    'total_steps': 400,
+    'phase': 'step',
+    'idle_seconds': 0.0,
+    'ticks': 1000,
+    'state': 'running',
+    'message': '',
+    'seconds': {'start': 20, 'compile': 30, 'step': 80, 'data': 5, 'evaluate': 15},
+    'start_step': 100,
+    'step': 300,
+    'saved_step': 200,
+    'exit_code': None,
   }
   path = folder / 'attempts' / f'attempt_{number:04d}' / f'process-{process:05d}.json'
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +154,10 @@ def test_metrics_and_evaluations_are_the_last_ones(tmp_path):
   facts = read(tmp_path)
   assert facts['metrics_step'] == 30
   assert facts['metrics'] == {
-    **{'loss': None, 'tau': 1.4, 'data_wait_share': 0.25, 'compile_seconds': 12.5},
+    'loss': None,
+    'tau': 1.4,
+    'data_wait_share': 0.25,
+    'compile_seconds': 12.5,
   }
   assert facts['evaluations'] == {
     'training_eval/digits': {'step': 20, 'nll': 1.9, 'ece': 0.2},

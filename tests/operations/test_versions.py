@@ -5,8 +5,11 @@ from het_plugin.operations import versions
 
 def test_packages_outside_the_ranges_of_core_and_trainer_are_named(monkeypatch):
   required = [
-    *('jax<0.13,>=0.10.2', 'optax<0.3,>=0.2.8; extra == "train"', 'clu>=0.0.12; extra == "train"'),
-    *('mkdocs>=1.6; extra == "docs"', 'absent>=2'),
+    'jax<0.13,>=0.10.2',
+    'optax<0.3,>=0.2.8; extra == "train"',
+    'clu>=0.0.12; extra == "train"',
+    'mkdocs>=1.6; extra == "docs"',
+    'absent>=2',
   ]
   installed = {'jax': '0.13.1', 'optax': '0.2.7rc1', 'clu': '0.0.12', 'mkdocs': '1.0'}
 

@@ -130,11 +130,19 @@ def test_the_numbers_of_a_grid_are_written_before_its_picture(tmp_path, run_main
 def test_grid(tmp_path, run_main, monkeypatch):
   """In this process; the test of one plan starts one."""
   monkeypatch.setattr(search, 'compile_in_process', step.plan)
-  out, png = tmp_path / 'grid.json', tmp_path / 'grid.png'
+  out = tmp_path / 'grid.json'
+  png = tmp_path / 'grid.png'
   text = run_main(
     main,
-    *(f'--gin_file={RUN[0]}', '--topology=cpu:2', '--mesh=1,2', '--grid', '--heads=det,het_xl'),
-    *('--batches=8', '--samples=3', f'--png={png}', f'--json={out}'),
+    f'--gin_file={RUN[0]}',
+    '--topology=cpu:2',
+    '--mesh=1,2',
+    '--grid',
+    '--heads=det,het_xl',
+    '--batches=8',
+    '--samples=3',
+    f'--png={png}',
+    f'--json={out}',
     *(f'--gin.{binding}' for binding in TINY),
   )
   rows = json.loads(out.read_text())
@@ -203,7 +211,8 @@ def test_samples_are_searched_only_where_some_are_drawn(monkeypatch, head, bindi
   monkeypatch.setattr(step.initial_state, 'init_fn', goes_on)
   place = topology.Topology('cpu:8', jax.devices(), 2**34)
   monkeypatch.setattr(topology, 'get', lambda *_: place)
-  files, bindings = [RUN[0], f'het_plugin/gin/heads/{head}.gin'], [*TINY, *bindings]
+  files = [RUN[0], f'het_plugin/gin/heads/{head}.gin']
+  bindings = [*TINY, *bindings]
   with pytest.raises(ValueError, match=words):
     step.plan(request(gin_files=files, gin_bindings=bindings, needs_samples=True))
 
@@ -263,8 +272,11 @@ def test_the_time_of_a_step_is_that_of_its_parts_at_peak_rates():
   seconds = topology.step_seconds('v3:4x4', 123e9, 4.5e8, moved)
   assert seconds == pytest.approx(
     {
-      **{'compute': 2e-3, 'memory': 1e-3, 'collectives': 2e-3},
-      **{'with_overlap': 2e-3, 'without_overlap': 5e-3},
+      'compute': 2e-3,
+      'memory': 1e-3,
+      'collectives': 2e-3,
+      'with_overlap': 2e-3,
+      'without_overlap': 5e-3,
     }
   )
   assert topology.step_seconds('cpu:8', 1e9, 1e9, moved) is None

@@ -48,7 +48,8 @@ def test_commands_are_listed_and_dispatched():
 
 
 def test_gin_files_import_modules_of_the_folder_where_a_command_runs(tmp_path):
-  script, own = tmp_path / 'bin' / 'het-plugin', tmp_path / 'own'
+  script = tmp_path / 'bin' / 'het-plugin'
+  own = tmp_path / 'own'
   for file, text in {
     script: 'from het_plugin.__main__ import main\nmain()\n',  # as pip writes it
     own / 'own.gin': 'import my_tasks\n',

@@ -30,7 +30,8 @@ def test_trainers_learn_the_digits(name, capsys):
 
 
 def test_the_temperature_does_not_decay():
-  linen, nnx = load('linen_trainer'), load('nnx_trainer')
+  linen = load('linen_trainer')
+  nnx = load('nnx_trainer')
   params = {'head': {'kernel': 1.0, 'temperature': {'t': 0.0}}}
   expected = {'head': {'kernel': True, 'temperature': {'t': False}}}
   assert linen.is_decayed(params) == expected

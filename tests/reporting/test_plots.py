@@ -102,7 +102,8 @@ def test_nans_are_a_gap(monkeypatch, num_points=600):  # which are smoothed
     return np.flatnonzero((image[..., 0] - image[..., 1:].max(-1) > 100).any(0))
 
   loss = np.linspace(5.0, 3.0, num_points)
-  whole, third = columns(loss), num_points // 3
+  whole = columns(loss)
+  third = num_points // 3
   assert np.diff(whole).max() == 1
   loss[third : 2 * third] = math.nan
   gaps = np.diff(columns(loss))

@@ -98,7 +98,8 @@ def test_errors_and_further_tables_by_title():
 
 def test_text_is_aligned_with_references_below_a_rule():
   lines = text_table(ROWS, [CEILING, {'name': 'unseen', 'fewshot': {}}]).splitlines()
-  header, rule = lines[2], lines[3]
+  header = lines[2]
+  rule = lines[3]
   assert lines[0] == 'classes K 2,297, mesh 4x2'
   assert set(rule) == {'-'} == set(lines[7]) and len(rule) == max(map(len, lines))
   assert [line.split()[0] for line in lines[4:7]] == ['DET', 'HET', 'HET-XL']

@@ -21,7 +21,8 @@ def make(n=6, d=4, **kwargs):
 
 @pytest.mark.parametrize('suffix', ['npz', 'safetensors'])
 def test_ours_come_back(tmp_path, suffix):
-  names, provenance = ('a', 'ß', '漢'), {'checkpoint': 'runs/x', 'layer': 'pre_logits', 'step': 3}
+  names = ('a', 'ß', '漢')
+  provenance = {'checkpoint': 'runs/x', 'layer': 'pre_logits', 'step': 3}
   written = make(class_names=names, provenance=provenance)
   path = str(tmp_path / f'deep/er.{suffix}')
   rows.write(path, written)
@@ -47,7 +48,8 @@ def test_half_precision_is_widened_exactly(tmp_path, suffix):
 
 
 def test_arrays_made_elsewhere(tmp_path):
-  ours, names = make(), ('embeddings', 'targets')
+  ours = make()
+  names = ('embeddings', 'targets')
   arrays = dict(
     zip(names, (ours.features.astype(np.float64), ours.label.astype(np.uint8)), strict=True)
   )
@@ -129,7 +131,8 @@ def test_a_damaged_file_is_noticed(tmp_path, suffix, mapped):
   path = tmp_path / f'x.{suffix}'
   want = make(class_names=('a', 'b', 'c'), provenance={'step': 3})
   rows.write(path, want)
-  whole, unnoticed = path.read_bytes(), 0
+  whole = path.read_bytes()
+  unnoticed = 0
   rng = np.random.default_rng(0)
   for position in (0, 1, *rng.integers(2, len(whole), 80)):
     flipped = bytearray(whole)

@@ -173,7 +173,8 @@ def test_a_run_of_t5x(digits_run, tmp_path):
   theirs = tmp_path / 'theirs'
   assert conversion.write_t5x(folder, theirs) == str(theirs / 'checkpoint_2')
   (theirs / 'config.gin').write_text((folder / 'config.gin').read_text())
-  ours, arrays = checkpoint_reader.read_arrays(folder), checkpoint_reader.read_arrays(theirs)
+  ours = checkpoint_reader.read_arrays(folder)
+  arrays = checkpoint_reader.read_arrays(theirs)
   roots = ('params/', 'target/'), ('opt_state/', 'state/param_states/'), ('step', 'state/step')
   renamed = {
     new + name.removeprefix(old): x

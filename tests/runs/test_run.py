@@ -55,8 +55,10 @@ def expected_rows(examples):
 
 
 def test_all_layers_come_from_one_forward_pass():
-  model, examples = FakeModel(), make_examples(21)
-  run, columns = make_run(model, 2), (rows.column('tokens'), 'features')
+  model = FakeModel()
+  examples = make_examples(21)
+  run = make_run(model, 2)
+  columns = (rows.column('tokens'), 'features')
   both = rows.ordered(list(run.stream(in_batches(examples, 8), columns, 8, pool='mean')))
   assert set(both.columns) == set(columns) and model.traces == 1
   flat, labels, index = expected_rows(examples)

@@ -9,7 +9,9 @@ from launch import xm_launch
 from launch.gke import render
 
 GIVEN = [
-  *('--heartbeat_timeout_seconds=30', '--accept_config_changes', '--stall_timeout_seconds=60'),
+  '--heartbeat_timeout_seconds=30',
+  '--accept_config_changes',
+  '--stall_timeout_seconds=60',
   '--allow_imports=mine',
 ]
 
@@ -29,7 +31,11 @@ def test_all_flags_of_training_are_taken(launcher, parsed_flags):
 def test_a_jobset_hands_them_on(run_main):
   text = run_main(
     render,
-    *('--gin_file=x.gin', '--name=a', '--image=i', '--topology=v5e:4x4', '--model_dir=gs://b/x'),
+    '--gin_file=x.gin',
+    '--name=a',
+    '--image=i',
+    '--topology=v5e:4x4',
+    '--model_dir=gs://b/x',
     *GIVEN,
   )
   assert all(f'- {flag}\n' in text for flag in GIVEN)

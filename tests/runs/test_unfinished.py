@@ -18,7 +18,9 @@ from het_plugin.runs.unfinished import SplitFiles, safe_name
 from het_plugin.training import exit_codes
 from het_plugin.training.partitioning import PjitPartitioner
 
-NUM_EXAMPLES, BATCH_SIZE, CLASSES = 43, 8, ('a', 'b', 'c')
+NUM_EXAMPLES = 43
+BATCH_SIZE = 8
+CLASSES = ('a', 'b', 'c')
 UNREADABLE = (5, 17)
 WEIGHTS = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 IMAGES = np.random.default_rng(1).normal(size=(NUM_EXAMPLES, 2, 2, 1)).astype(np.float32)
@@ -209,7 +211,13 @@ def test_rows_that_cannot_be_a_file(tmp_path):
 def test_names_of_files():
   splits = ('train', 'train[:2000]', 'train[2000:]', 'train[:50%]', 'train[:50]', '../x', 'a b')
   assert [safe_name(split) for split in splits] == [
-    *('train', 'train_..2000', 'train_2000..', 'train_..50pct', 'train_..50', '.._x', 'a_b'),
+    'train',
+    'train_..2000',
+    'train_2000..',
+    'train_..50pct',
+    'train_..50',
+    '.._x',
+    'a_b',
   ]
 
 

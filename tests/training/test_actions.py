@@ -34,11 +34,13 @@ def test_early_stopping(settings, values, stop_at):
 
 def test_states_go_back_to_their_actions():
   def make():
-    nan, loss = actions.TerminateOnNanAction('eval'), ('eval', 'loss')
+    nan = actions.TerminateOnNanAction('eval')
+    loss = ('eval', 'loss')
     early = [actions.EarlyStoppingAction(loss, mode, patience=3) for mode in ('min', 'max')]
     return {ActionMode.TRAIN_EVAL: [nan, *early]}
 
-  first, second = make(), make()
+  first = make()
+  second = make()
   for action in first[ActionMode.TRAIN_EVAL]:
     verdicts(action, [1.0, 2.0])
   states = actions.get_states(first)

@@ -35,7 +35,8 @@ def partitioner(num_partitions: int) -> partitioning.PjitPartitioner:
 @functools.cache
 def make_state(num_partitions=2, seed=0, num_classes=toy.NUM_CLASSES) -> TrainState:
   """Random parameters and zeros, placed as a run's initial state; nothing is compiled."""
-  rng, model = np.random.default_rng(seed), toy.ToyModel(toy.Mlp(num_classes), OPTIMIZER)
+  rng = np.random.default_rng(seed)
+  model = toy.ToyModel(toy.Mlp(num_classes), OPTIMIZER)
   _, target = toy.placed_state(model, partitioner(num_partitions), jax.random.key(0))
 
   def place(x, value):
@@ -306,7 +307,8 @@ def test_a_warm_start_keeps_no_head_of_other_classes(tmp_path):
 
 def test_warm_start_of_a_model_with_other_parameters(tmp_path):
   save(tmp_path, 1)
-  saved, params = make_state(seed=1).params, make_state(seed=7).params
+  saved = make_state(seed=1).params
+  params = make_state(seed=7).params
   more = params | {'factors': params['head_bias']}
   with pytest.raises(ValueError, match=r'no factors, .*\(16,\)'):
     warm(more, tmp_path)

@@ -30,7 +30,11 @@ def of(x) -> int:
 @pytest.mark.parametrize(
   'dtype, shape',
   [
-    *(('float32', (3, 4, 5)), ('bfloat16', (7,)), ('int32', ()), ('uint8', (0, 2)), ('bool', (7,))),
+    ('float32', (3, 4, 5)),
+    ('bfloat16', (7,)),
+    ('int32', ()),
+    ('uint8', (0, 2)),
+    ('bool', (7,)),
     ('int8', (2**18 + 5,)),  # two chunks of NumPy's
   ],
 )

@@ -14,7 +14,8 @@ def count(fn, *args):
 
 
 def test_matrix_products_and_their_gradients():
-  x, w = jnp.zeros((8, 16)), jnp.zeros((16, 32))
+  x = jnp.zeros((8, 16))
+  w = jnp.zeros((16, 32))
   product = 2 * 8 * 16 * 32
   assert count(jnp.matmul, x, w) == product
   assert (
@@ -25,7 +26,8 @@ def test_matrix_products_and_their_gradients():
 @pytest.mark.parametrize('stride', [1, 2])
 def test_convolution_and_its_gradients(stride):
   """The gradient of a stride is a convolution of an input between whose pixels are zeros."""
-  image, kernel = jnp.zeros((2, 8, 8, 3)), jnp.zeros((3, 3, 3, 5))
+  image = jnp.zeros((2, 8, 8, 3))
+  kernel = jnp.zeros((3, 3, 3, 5))
   dims = ('NHWC', 'HWIO', 'NHWC')
 
   def conv(image, kernel):

@@ -120,7 +120,8 @@ def trained(num_partitions, estimator, steps=3, held_out_real=True, **settings):
 def test_rows_that_a_data_set_holds_out_are_those_of_the_trainer():
   from het_plugin.training import train
 
-  cfg, trainer = types.SimpleNamespace(held_out_every=2), types.SimpleNamespace(held_out_every=8)
+  cfg = types.SimpleNamespace(held_out_every=2)
+  trainer = types.SimpleNamespace(held_out_every=8)
   with pytest.raises(ValueError, match='one of 2 rows: .*held_out_every = 2'):
     train._check_held_out(cfg, trainer)
   with pytest.raises(ValueError, match='must be @HeldOutTemperatureTrainer'):
@@ -145,9 +146,11 @@ def test_meshes_agree(estimator='luketina'):
 @pytest.mark.slow
 def test_only_the_temperature_sees_the_held_out_rows():
   """One step takes theta to the same place by both estimators, and t by its rate."""
-  luketina, simple = trained(1, 'luketina', 1)[0], trained(1, 'simple', 1)[0]
+  luketina = trained(1, 'luketina', 1)[0]
+  simple = trained(1, 'simple', 1)[0]
   assert abs(t_of(luketina)) == pytest.approx(0.01, rel=1e-3)
-  a, b = dict(luketina.params), dict(simple.params)
+  a = dict(luketina.params)
+  b = dict(simple.params)
   del a['temperature'], b['temperature']
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), a, b)
 

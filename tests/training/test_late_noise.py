@@ -16,7 +16,8 @@ from tests.training import toy
 
 RUN = 'het_plugin/gin/runs/digits_smoke.gin'
 LATE = 'het_plugin/gin/heads/late_noise.gin'
-START, STEPS = 3, 6
+START = 3
+STEPS = 6
 NO_EVALUATION = 'train.train_eval_dataset_cfg = None'
 
 
@@ -31,7 +32,10 @@ def trained(model_dir, head, *bindings, late=True, total_steps=STEPS):
     'eval/Integrator.num_samples = 2',
     'EVAL_STEPS = 1',
     'EVAL_PERIOD = 2',
-    *('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2'),
+    'vit.width = 16',
+    'vit.depth = 1',
+    'vit.mlp_dim = 16',
+    'vit.num_heads = 2',
     *([f'NOISE_START = {START}'] if late else []),
   ]
   parsing.parse_config(files, [*shared, *bindings])

@@ -70,7 +70,8 @@ def through_json(stats):
 
 def test_a_resumed_period_has_the_steps_before_the_interruption(caplog):
   losses = [0.1, math.nan, 1 / 3, 0.7]
-  whole, stats = make_stats(period=4), make_stats(period=4)
+  whole = make_stats(period=4)
+  stats = make_stats(period=4)
   assert stats.open_period() is None
   for step, loss in enumerate(losses, 1):
     wanted = whole.add(step, metrics(loss, rows=3), data_wait=0.0)

@@ -66,8 +66,10 @@ def test_the_first_factor_that_matches_multiplies_the_learning_rate():
   factors = (('^head/', learning_rates.unfreeze_at(1)), ('kernel$', 0.1))
   tx = optimizers.adamw(0.1, weight_decay=0.2, learning_rate_factors=factors).optax_optimizer
   plain = optimizers.adamw(0.1, weight_decay=0.2).optax_optimizer
-  update, plain_update = jax.jit(tx.update), jax.jit(plain.update)
-  state, plain_state = tx.init(PARAMS), plain.init(PARAMS)
+  update = jax.jit(tx.update)
+  plain_update = jax.jit(plain.update)
+  state = tx.init(PARAMS)
+  plain_state = plain.init(PARAMS)
   for head in (0.0, 1.0):  # unfrozen at the second update
     got, state = update(grads, state, PARAMS)
     want, plain_state = plain_update(grads, plain_state, PARAMS)
@@ -85,8 +87,10 @@ def test_late_parameters_start_as_at_the_start_of_a_run(factored):
   grads = jax.tree.map(np.ones_like, PARAMS)
   rest = {name: x for name, x in PARAMS.items() if name != 'head'}
   others = optimizers.adamw(0.1, **settings).optax_optimizer
-  late_update, others_update = jax.jit(late.update), jax.jit(others.update)
-  state, others_state = late.init(PARAMS), others.init(rest)
+  late_update = jax.jit(late.update)
+  others_update = jax.jit(others.update)
+  state = late.init(PARAMS)
+  others_state = others.init(rest)
   for n in range(2):
     assert int(optimizers.num_updates(state, default=jnp.int32(7))) == n
     got, state = late_update(grads, state, PARAMS)
@@ -126,10 +130,25 @@ def test_layers_count_back_from_the_head():
   }
   found = learning_rates.layer_exponents(shapes)
   assert [x.ravel().tolist() for x in found.values()] == [
-    *([3], [2, 1], [0], [0], [2], [1]),
-    *([5], [4], [3, 2], [1], [0]),
-    *([3, 2], [1]),
-    *([4], [3], [2], [2], [1], [0]),
+    [3],
+    [2, 1],
+    [0],
+    [0],
+    [2],
+    [1],
+    [5],
+    [4],
+    [3, 2],
+    [1],
+    [0],
+    [3, 2],
+    [1],
+    [4],
+    [3],
+    [2],
+    [2],
+    [1],
+    [0],
   ]
   assert found['backbone/blocks/mlp/kernel'].shape == (2, 1, 1)
   params = traverse_util.unflatten_dict({k: jnp.ones(v) for k, v in shapes.items()}, sep='/')
@@ -151,9 +170,12 @@ def test_factored_moments_against_float64():
   settings = {'weight_decay': 0.2, 'weight_decay_params': 'kernel$'}
   tx = optimizers.adamw(0.1, factored_params='^head/kernel$', **settings).optax_optimizer
   plain = optimizers.adamw(0.1, **settings).optax_optimizer
-  update, plain_update = jax.jit(tx.update), jax.jit(plain.update)
-  state, plain_state = tx.init(params), plain.init(params)
-  rows, columns = np.zeros(3), np.zeros(5)
+  update = jax.jit(tx.update)
+  plain_update = jax.jit(plain.update)
+  state = tx.init(params)
+  plain_state = plain.init(params)
+  rows = np.zeros(3)
+  columns = np.zeros(5)
   for n in range(1, 5):
     grads = {'kernel': 3.0**n * rng.normal(size=(3, 5)), 'bias': rng.normal(size=5)}
     grads = {'head': {name: jnp.asarray(x, jnp.float32) for name, x in grads.items()}}
@@ -177,13 +199,16 @@ def test_factored_moments_against_float64():
 
 def test_the_average_of_the_parameters_against_float64():
   tx = optimizers.with_ema(optimizers.adamw(0.1), decay=0.6).optax_optimizer
-  params, state, update = PARAMS, tx.init(PARAMS), jax.jit(tx.update)
+  params = PARAMS
+  state = tx.init(PARAMS)
+  update = jax.jit(tx.update)
   want = None
   for n in range(20):
     grads = jax.tree.map(lambda p: np.sin(p + n), params)  # noqa: B023
     updates, state = update(grads, state, params)
     params = jax.tree.map(np.add, params, jax.device_get(updates))
-    kernel, d = np.float64(params['head']['kernel']), min(0.6, n / (n + 9))
+    kernel = np.float64(params['head']['kernel'])
+    d = min(0.6, n / (n + 9))
     want = kernel if n == 0 else d * want + (1 - d) * kernel
   np.testing.assert_allclose(optimizers.ema_params(state)['head']['kernel'], want, rtol=1e-6)
   assert (want != kernel).all()
@@ -219,7 +244,8 @@ def test_a_warm_up_below_1_is_a_share_of_the_steps():
 
 
 def test_a_learning_rate_below_its_ends_is_refused_where_it_is_used():
-  low, ends = 5e-6, {'init_value': 1e-5, 'end_value': 1e-5}  # those of gin/runs/train.gin
+  low = 5e-6
+  ends = {'init_value': 1e-5, 'end_value': 1e-5}  # those of gin/runs/train.gin
   for warmup, decay, name in ((0, 'linear', 'end'), (0, 'rsqrt', 'end'), (5, 'constant', 'init')):
     schedule = optimizers.warmup_schedule(low, 10, warmup, decay, **ends)
     with pytest.raises(ValueError, match=f'{name}_value=1e-05 .* peak_value=5e-06'):

@@ -68,7 +68,8 @@ def test_microbatches_change_nothing(real_rows=5):
 
 def test_frozen_parameters_cost_no_backward_pass():
   partitioner = partitioning.PjitPartitioner(num_partitions=4)
-  batch, counts = partitioner.shard_batch(toy.make_batch(np.arange(8), np.ones(8)), 8), []
+  batch = partitioner.shard_batch(toy.make_batch(np.arange(8), np.ones(8)), 8)
+  counts = []
   for pattern in (None, '^hidden'):
     model = toy.ToyModel(optimizer_def=optimizers.adamw(0.1, frozen_params=pattern))
     axes, state = toy.initial_state(model, partitioner, jax.random.key(1))

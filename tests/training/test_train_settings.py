@@ -16,7 +16,8 @@ class Config:
   text = 'A = 1'
 
   def __init__(self):
-    self.seen, self.written = [], []
+    self.seen = []
+    self.written = []
 
   def check(self, step, record, model_dir):
     self.seen.append((step, record['config']))
@@ -46,7 +47,8 @@ def test_the_model_sees_the_task_in_the_vocabulary_of_the_data_set(tmp_path):
   def refuse(info):
     raise ValueError(f'no embedding for {info}')
 
-  model, cfg = toy.ToyModel(), toy.ToyDatasetConfig(16)
+  model = toy.ToyModel()
+  cfg = toy.ToyDatasetConfig(16)
   model.validate = refuse
   object.__setattr__(cfg, 'vocabulary', 'words.model')
   with pytest.raises(ValueError, match=r"\('toy', 'words.model'\)"):
@@ -57,7 +59,8 @@ def test_the_model_sees_the_task_in_the_vocabulary_of_the_data_set(tmp_path):
 
 def test_all_data_sets_of_a_run_number_the_classes_as_the_first(tmp_path):
   names = {'toy': ('ant', 'bee', 'cat'), 'other': ('bee', 'ant', 'cat')}
-  model, other = toy.ToyModel(), toy.ToyDatasetConfig(16, 'other')
+  model = toy.ToyModel()
+  other = toy.ToyDatasetConfig(16, 'other')
   model.validate = lambda info: None
   with_other = toy.ToyDatasetConfig(16)
   object.__setattr__(with_other, 'held_out', other)

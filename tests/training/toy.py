@@ -14,7 +14,9 @@ from het_plugin.training import initial_state as initial_state_lib
 from het_plugin.training import optimizers
 from het_plugin.training.state import TrainState
 
-SIDE, NUM_CLASSES, WIDTH = 4, 16, 32
+SIDE = 4
+NUM_CLASSES = 16
+WIDTH = 32
 
 
 class Mlp(nn.Module):
@@ -75,7 +77,8 @@ class ToyModel:
 
   def _loss(self, params, batch, noise):
     logits = self.module.apply({'params': params}, batch['image'], noise)  # [B, K]
-    label, mask = batch['label'][:, 0], batch['mask']
+    label = batch['label'][:, 0]
+    mask = batch['mask']
     nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), label[:, None], axis=1)[:, 0]  # [B]
     metrics = {
       'loss': _average(nll, mask),
@@ -109,7 +112,8 @@ class ToyIterator:
     self._cfg = cfg
     self._rows = np.arange(cfg.batch_size) if rows is None else rows
     self._position = 0
-    size, n = cfg.batch_size, cfg.num_examples
+    size = cfg.batch_size
+    n = cfg.num_examples
     self.num_examples = n
     self.num_batches = None if n is None else -(-n // size)
     self.element_spec = {

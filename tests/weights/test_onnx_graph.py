@@ -58,7 +58,8 @@ def test_backbones(name):
   backbone = BACKBONES[name]
   params = {'params': drawn(backbone.init, x[:2])}
   apply = jax.jit(lambda x: {'phi': backbone.apply(params, x)[0]})
-  found, expected = run_onnx(apply, x)['phi'], np.asarray(apply(x)['phi'])
+  found = run_onnx(apply, x)['phi']
+  expected = np.asarray(apply(x)['phi'])
   # What is bfloat16 here is float32 there.
   relative = 0.05 if name == 'vit_bfloat16' else 1e-5
   assert np.abs(found - expected).max() < relative * max(1.0, np.abs(expected).max())
@@ -100,7 +101,8 @@ def test_heads(name):
   x = np.random.default_rng(0).normal(size=(20, 12)).astype(np.float32)
   params = {'params': drawn(head.init, x[:2])}
   serve = jax.jit(lambda x: heads.served(head.apply(params, x), integrator, entropies=True))
-  found, expected = run_onnx(serve, x), serve(x)
+  found = run_onnx(serve, x)
+  expected = serve(x)
   assert set(found) == set(expected)
   for output, value in expected.items():
     np.testing.assert_allclose(found[output], value, atol=tolerance(output), err_msg=output)
@@ -137,7 +139,8 @@ def test_other_operations():
   x = np.random.default_rng(0).normal(size=(9, 6)).astype(np.float32)
   model = onnx_graph.convert(function, 'x', (6,), {})
   session = onnxruntime.InferenceSession(model.SerializeToString())
-  names, wanted = [output.name for output in session.get_outputs()], jax.jit(function)(x)
+  names = [output.name for output in session.get_outputs()]
+  wanted = jax.jit(function)(x)
   for name, found in zip(names, session.run(names, {'x': x}), strict=True):
     expected = np.asarray(wanted[name])
     assert found.dtype == expected.dtype, name

@@ -79,7 +79,9 @@ def test_parity_with_transformers(name):
 def test_parity_of_convnext(project, version):
   torch = pytest.importorskip('torch')
   library = pytest.importorskip(project)
-  widths, depths, v2 = (8, 16, 32, 64), (1, 2, 1, 1), version == 'v2'
+  widths = (8, 16, 32, 64)
+  depths = (1, 2, 1, 1)
+  v2 = version == 'v2'
   if project == 'timm':
     scale = None if v2 else 1e-6
     settings = {'dims': widths, 'depths': depths, 'conv_mlp': v2, 'use_grn': v2}
@@ -161,10 +163,12 @@ def test_parity_with_open_clip(model, quick_gelu, text, tmp_path):
       p.add_(0.2 * torch.randn_like(p))
   path = tmp_path / 'open_clip_model.safetensors'
   weights.write_arrays(path, {name: x.numpy() for name, x in theirs.state_dict().items()})
-  mean, std = (0.4, 0.5, 0.6), (0.3, 0.2, 0.1)
+  mean = (0.4, 0.5, 0.6)
+  std = (0.3, 0.2, 0.1)
   settings = {'model_cfg': config, 'preprocess_cfg': {'mean': mean, 'std': std}}
   (tmp_path / 'open_clip_config.json').write_text(json.dumps(settings))
-  arrays, settings = weights.read_arrays(path), weights.read_config(path)
+  arrays = weights.read_arrays(path)
+  settings = weights.read_config(path)
 
   image = np.random.default_rng(0).random((2, 28, 28, 3)).astype(np.float32)
   pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
@@ -172,7 +176,8 @@ def test_parity_with_open_clip(model, quick_gelu, text, tmp_path):
   rows = [[5, 3, 33, end], [7, end]]
   ids = np.asarray([[*row, *[end] * (9 - len(row))] for row in rows])
   with torch.no_grad():
-    alpha, beta = theirs.encode_image(pixels).numpy(), theirs.encode_text(torch.tensor(ids)).numpy()
+    alpha = theirs.encode_image(pixels).numpy()
+    beta = theirs.encode_text(torch.tensor(ids)).numpy()
   np.testing.assert_allclose(phi_of(weights.read_tower(arrays, settings), image), alpha, atol=2e-5)
   ours = [[*(i + 2 for i in row[:-1]), 1, *[0] * (9 - len(row))] for row in rows]
   tower = weights.read_text_tower(arrays, settings)
@@ -189,7 +194,9 @@ def test_towers_of_open_clip_that_pool_otherwise_are_refused(tmp_path):
 
 def clip_arrays():
   """A small CLIP under the names of transformers, with random arrays."""
-  rng, width, hidden = np.random.default_rng(0), 16, 24
+  rng = np.random.default_rng(0)
+  width = 16
+  hidden = 24
   shapes = {'logit_scale': (), 'visual_projection.weight': (8, width)}
   shapes['text_projection.weight'] = (8, width)
   embeddings = 'vision_model.embeddings'
@@ -216,7 +223,8 @@ def clip_arrays():
 @pytest.fixture
 def clip_file(tmp_path):
   """(path, image tower, text tower) of a small CLIP."""
-  arrays, path = clip_arrays(), tmp_path / 'clip.safetensors'
+  arrays = clip_arrays()
+  path = tmp_path / 'clip.safetensors'
   weights.write_arrays(path, arrays)
   heads = {'num_attention_heads': 2}
   config = json.dumps({'text_config': heads, 'vision_config': heads})
@@ -256,14 +264,16 @@ def test_few_and_zero_shot_of_a_file(clip_file, tmp_path, run_main):
   tokenizer.save(str(tmp_path / 'tokenizer.json'))
   colours = np.random.default_rng(0).integers(0, 256, (60, 1, 1, 3)).astype(np.uint8)
   images = np.broadcast_to(colours, (60, 8, 8, 3))
-  split, label = np.repeat(['train', 'test'], 30), np.arange(60) % 2
+  split = np.repeat(['train', 'test'], 30)
+  label = np.arange(60) % 2
   names = {'class_name': np.asarray(['robin', 'wren'])}
   np.savez(tmp_path / 'birds.npz', image=images, label=label, split=split, **names)
 
   common = (f'--checkpoint={file}', '--batch_size=8', f'--json={tmp_path}/out.json')
   run_main(zeroshot, *common, f'--dataset={tmp_path}/birds.npz')
   text = np.asarray([[2, 3, 4, 2, 2 + words[x], 5, 1] for x in ('robin', 'wren')])
-  alpha, beta = phi_of(image_tower, images[30:] / 255), text_embeddings(text_tower, text)
+  alpha = phi_of(image_tower, images[30:] / 255)
+  beta = text_embeddings(text_tower, text)
   predicted = np.argmax(alpha @ unit(beta).T, axis=1)
   top1 = json.loads((tmp_path / 'out.json').read_text())['top1']
   assert top1 == pytest.approx(np.mean(predicted == label[30:]))
@@ -291,7 +301,8 @@ def siglip_arrays(project, width=32, patch_size=7, side=4):
   timm = project == 'timm'
   block, pool = ('blocks.0', 'attn_pool') if timm else ('encoder.layers.0', 'head')
   root = '' if timm else 'vision_model.'
-  rng, hidden = np.random.default_rng(0), width + 16
+  rng = np.random.default_rng(0)
+  hidden = width + 16
   names = {
     'norms': ('norm1', 'norm2') if timm else ('layer_norm1', 'layer_norm2'),
     'attention': 'attn' if timm else 'self_attn',
@@ -362,29 +373,34 @@ def test_parity_with_siglip_of_timm(act_layer):
 
 def timm_arrays(params):
   """Parameters of a DINOv2-like ViT of ours under timm's names, written out independently."""
-  p, arrays = params, {}
+  p = params
+  arrays = {}
 
   def linear(name, layers):
     arrays[f'{name}.weight'] = np.concatenate([x['kernel'].T for x in layers])
     arrays[f'{name}.bias'] = np.concatenate([x['bias'] for x in layers])
 
   def norm(name, layer):
-    arrays[f'{name}.weight'], arrays[f'{name}.bias'] = layer['scale'], layer['bias']
+    arrays[f'{name}.weight'] = layer['scale']
+    arrays[f'{name}.bias'] = layer['bias']
 
-  arrays['cls_token'], arrays['reg_token'] = p['class_token'][None, None], p['registers'][None]
+  arrays['cls_token'] = p['class_token'][None, None]
+  arrays['reg_token'] = p['registers'][None]
   arrays['pos_embed'] = p['position_embedding'][None]
   arrays['patch_embed.proj.weight'] = p['embedding']['kernel'].transpose(3, 2, 0, 1)
   arrays['patch_embed.proj.bias'] = p['embedding']['bias']
   norm('norm', p['encoder_norm'])
   for i in range(2):
-    b, root = p[f'block{i:02d}'], f'blocks.{i}'
+    b = p[f'block{i:02d}']
+    root = f'blocks.{i}'
     norm(f'{root}.norm1', b['attention_norm'])
     norm(f'{root}.norm2', b['mlp_norm'])
     linear(f'{root}.attn.qkv', [b['attention'][name] for name in ('query', 'key', 'value')])
     linear(f'{root}.attn.proj', [b['attention']['out']])
     linear(f'{root}.mlp.fc1', [b['mlp']['wi_gate'], b['mlp']['wi']])
     linear(f'{root}.mlp.fc2', [b['mlp']['wo']])
-    arrays[f'{root}.ls1.gamma'], arrays[f'{root}.ls2.gamma'] = b['attention_scale'], b['mlp_scale']
+    arrays[f'{root}.ls1.gamma'] = b['attention_scale']
+    arrays[f'{root}.ls2.gamma'] = b['mlp_scale']
   arrays['head.weight'], arrays['head.bias'] = np.ones((5, 16)), np.zeros(5)
   return arrays
 

@@ -188,7 +188,8 @@ def test_another_head_is_initialised_and_theirs_skipped():
 
 def test_the_image_tower_of_a_contrastive_model():
   """LiT: beside the tower nothing is in the file."""
-  backbone, arrays = our_vit(scan_layers=True), theirs.vit()
+  backbone = our_vit(scan_layers=True)
+  arrays = theirs.vit()
   text_tower = TextTransformer(vocab_size=9, width=8, depth=1, mlp_dim=8, num_heads=1)
   model = ContrastiveModel(
     backbone, text_tower, heads.ContrastiveHetXL(), None, Integrator(num_samples=1)

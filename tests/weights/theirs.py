@@ -4,7 +4,14 @@ import jax
 import numpy as np
 import scipy.special
 
-D, HEADS, MLP, DEPTH, PATCH, SIDE, CLASSES, R = 16, 4, 24, 2, 4, 8, 11, 3
+D = 16
+HEADS = 4
+MLP = 24
+DEPTH = 2
+PATCH = 4
+SIDE = 8
+CLASSES = 11
+R = 3
 
 
 def arrays_of(shapes, seed=0):
@@ -122,7 +129,8 @@ def vit_pre_logits(p, image):
   """phi [B, D] of images [B, H, W, 3], in float64."""
   p = {name: np.float64(x) for name, x in p.items()}
   image = np.float64(image)
-  batch, side = image.shape[0], image.shape[1] // PATCH
+  batch = image.shape[0]
+  side = image.shape[1] // PATCH
   patches = image.reshape(batch, side, PATCH, side, PATCH, 3).transpose(0, 1, 3, 2, 4, 5)
   x = np.einsum('bijpqc,pqcd->bijd', patches, p['embedding/kernel']) + p['embedding/bias']
   x = x.reshape(batch, -1, D)
@@ -199,7 +207,8 @@ def het_logits(p, prefix, phi, z, z_diag, is_latent):
   return linear('loc_layer', phi)[:, None] + noise
 
 
-WIDTH, UNITS = 32, (2, 1)
+WIDTH = 32
+UNITS = (2, 1)
 
 
 def bit():

@@ -62,7 +62,8 @@ def make_model(network, head, train_samples=8, **kwargs):
 def batch():
   rng = np.random.default_rng(0)
   inputs, targets = rng.integers(3, 250, (2, 8, 6))
-  targets[:, 5], targets[2, 3:] = 1, 0
+  targets[:, 5] = 1
+  targets[2, 3:] = 0
   return {
     'encoder_input_tokens': jnp.asarray(inputs),
     'decoder_input_tokens': jnp.asarray(np.pad(targets, ((0, 0), (1, 0)))[:, :-1]),
@@ -143,7 +144,8 @@ def test_the_loss_is_that_of_the_mean_softmax(network, batch):
   )  # fmt: skip
   targets = np.asarray(batch['decoder_target_tokens']).reshape(-1)
   keys = example_keys(jax.random.split(key)[1], jnp.arange(targets.size))
-  integrator, covariance = model.train_integrator, logits.covariance
+  integrator = model.train_integrator
+  covariance = logits.covariance
   sampler = samplers.SAMPLERS[integrator.sampler]
   z = sampler(keys, jnp.arange(integrator.num_samples), covariance.num_normals)
   eps = np.asarray(covariance.noise(z), np.float64)  # [N, S, D]

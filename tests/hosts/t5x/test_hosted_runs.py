@@ -22,23 +22,41 @@ ROOT = Path(__file__).parents[3]
 ENGINE = 'gin/t5x/train.gin'
 STEPS = 4
 TINY = [
-  *(f'TRAIN_STEPS = {STEPS}', 'EVAL_PERIOD = 2', 'SAVE_PERIOD = 2', 'STATS_PERIOD = 1'),
-  *('WARMUP_STEPS = 1', 'EVAL_STEPS = 2', 'BATCH_SIZE = 16', 'SaveCheckpointConfig.keep = None'),
-  *('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2'),
+  f'TRAIN_STEPS = {STEPS}',
+  'EVAL_PERIOD = 2',
+  'SAVE_PERIOD = 2',
+  'STATS_PERIOD = 1',
+  'WARMUP_STEPS = 1',
+  'EVAL_STEPS = 2',
+  'BATCH_SIZE = 16',
+  'SaveCheckpointConfig.keep = None',
+  'vit.width = 16',
+  'vit.depth = 1',
+  'vit.mlp_dim = 16',
+  'vit.num_heads = 2',
   # Two are too few to follow the label: t5x's scores are then those of our evaluation.
-  *('train/Integrator.num_samples = 4', 'eval/Integrator.num_samples = 2'),
+  'train/Integrator.num_samples = 4',
+  'eval/Integrator.num_samples = 2',
 ]
 FEW_SHOT = [
   "ACTIONS = {'TRAIN': [@TerminateOnNanAction()], 'TRAIN_EVAL': [@FewShotAction()]}",
-  *('FewShotAction.image_size = 8', 'FewShotAction.channels = 1', 'FewShotAction.shots = (1,)'),
-  *('FewShotAction.seeds = (0,)', 'FewShotAction.datasets = (@FewShotDataset(),)'),
-  *("FewShotDataset.name = 'digits'", "FewShotDataset.task = 'digits'"),
-  *('FewShotDataset.max_train = 100', 'FewShotDataset.max_test = 50', 'FewShotAction.l2 = 1.0'),
+  'FewShotAction.image_size = 8',
+  'FewShotAction.channels = 1',
+  'FewShotAction.shots = (1,)',
+  'FewShotAction.seeds = (0,)',
+  'FewShotAction.datasets = (@FewShotDataset(),)',
+  "FewShotDataset.name = 'digits'",
+  "FewShotDataset.task = 'digits'",
+  'FewShotDataset.max_train = 100',
+  'FewShotDataset.max_test = 50',
+  'FewShotAction.l2 = 1.0',
 ]
 # The loss is NaN at the third step, and t5x evaluates at the fourth.
 STOPS = [
-  *("ACTIONS = {'TRAIN': [@TerminateOnNanAction()]}", 'STATS_PERIOD = 2'),
-  *('LEARNING_RATE = 1e30', 'TRAIN_STEPS = 6'),
+  "ACTIONS = {'TRAIN': [@TerminateOnNanAction()]}",
+  'STATS_PERIOD = 2',
+  'LEARNING_RATE = 1e30',
+  'TRAIN_STEPS = 6',
 ]
 
 
@@ -195,7 +213,8 @@ def test_a_checkpoint_of_ours_goes_on_under_t5x(ours, theirs):
 
 def test_microbatches_do_not_change_the_training(theirs):
   folder, _ = theirs
-  whole, parts = params(folder / 'det'), params(folder / 'micro')
+  whole = params(folder / 'det')
+  parts = params(folder / 'micro')
   for name, x in whole.items():
     # A bias of keys has no gradient but rounding, which Adam makes as large as any.
     if not name.endswith('attention/key/bias'):
@@ -204,7 +223,8 @@ def test_microbatches_do_not_change_the_training(theirs):
 
 def test_det_starts_het_xl(theirs):
   folder, _ = theirs
-  start, det = params(folder / 'warm', 0), params(folder / 'det')
+  start = params(folder / 'warm', 0)
+  det = params(folder / 'det')
   for name, x in start.items():
     if name in det:
       np.testing.assert_array_equal(x, det[name], err_msg=name)
@@ -279,7 +299,8 @@ def test_a_configuration_of_t5x_takes_a_model_with_includes(tmp_path):
     f"MODEL_DIR = '{tmp_path / 'run'}'",
     "vit.variant = 'Ti/4'",
     *TINY[-6:],
-    *('train.eval_period = 2', 'SaveCheckpointConfig.period = 2'),
+    'train.eval_period = 2',
+    'SaveCheckpointConfig.period = 2',
     "train_eval/DatasetConfig.split = 'test'",
     'train/DatasetConfig.seed = 0',
     *FEW_SHOT,
