@@ -7,7 +7,6 @@ flag. Our own runs have no such line.
 """
 
 import importlib
-import re
 import sys
 import tokenize
 from collections.abc import Collection
@@ -23,8 +22,6 @@ OURS = 'het_plugin'
 _DYNAMIC = '__gin__.dynamic_registration'
 _BUILTINS = ('gin.macro', 'gin.constant', 'gin.singleton')
 _MAIN = 'het_plugin.training.train'  # called by a main, so that no value needs to
-# TFDS downloads the code of a data set that has a namespace: tfds:kaggle:birds.
-_NAMESPACE = re.compile(r'tfds\w*:([\w-]+):\w*[A-Za-z_]')
 
 
 def define_flags() -> None:
@@ -45,6 +42,8 @@ def check(text: str, file: str) -> None:
   Raises:
     ValueError: it names something else or includes a file, or is not valid gin.
   """
+  from het_plugin.data import tasks  # takes time to import
+
   given = (flags.FLAGS['allow_imports'].value or []) if 'allow_imports' in flags.FLAGS else []
   try:
     found = [statement for _, statement in statements.statements(text)]
@@ -72,8 +71,8 @@ def check(text: str, file: str) -> None:
       for reference in statements.inside(statement.value, statements.Reference):
         names.check(reference.name.rpartition('/')[2], in_a_value=True)
       for value in statements.inside(statement.value, str):
-        if (match := _NAMESPACE.match(value)) and match[1] not in given:
-          raise _refusal(f'{file} has the data set {value!r} of', match[1])
+        if (namespace := tasks.tfds_namespace(value)) and namespace not in given:
+          raise _refusal(f'{file} has the data set {value!r} of', namespace)
 
 
 def _refusal(what: str, home: str) -> ValueError:

@@ -5,6 +5,7 @@ ones. docs/data.md has a table of them.
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +137,11 @@ class ImageTask:
       )
 
 
+# A data set of TFDS, by TFDS's own rules.
+TFDS_NAME = re.compile(
+  r'((?P<namespace>[\w-]+):)?[A-Za-z]\w*(/[\w+.-]+)?(:[\d.*]+)?(/\w+=.+)?', re.DOTALL
+)
+
 _TASKS: dict[str, ImageTask] = {}
 ON_ADD: list[Callable[[ImageTask], Any]] = []  # called with every added task; for seqio_task
 
@@ -254,13 +260,32 @@ def get_task(name: Any, vocabulary: 'str | seqio.Vocabulary | None' = None) -> I
   return dataclasses.replace(task, vocabulary=vocabularies.get_vocabulary(vocabulary))
 
 
-def _prefix(name: str) -> tuple[str, str]:
-  """The prefix, which may be missing in the name, and the rest."""
+def tfds_namespace(name: str) -> str | None:
+  """The namespace of the TFDS data set that a task's name stands for; None if it has none.
+
+  TFDS downloads and runs the code of such a data set (`kaggle:birds`, `tfds:huggingface:birds`)
+  when it is asked whether it knows the name. Nothing is asked here.
+  """
+  prefix, argument = _split(name)
+  if name in _TASKS or prefix not in (None, 'tfds', 'tfds_captions'):
+    return None
+  match = TFDS_NAME.fullmatch(argument)
+  return match['namespace'] if match else None
+
+
+def _split(name: str) -> tuple[str | None, str]:
+  """The prefix and the rest; None and the whole name where TFDS or a folder decides."""
   prefix, _, argument = str(name).partition(':')
   if prefix in _MAKERS and argument:
     return prefix, argument
-  if str(name).endswith('.npz'):
-    return 'npz', name
+  return 'npz' if str(name).endswith('.npz') else None, name
+
+
+def _prefix(name: str) -> tuple[str, str]:
+  """The prefix, which may be missing in the name, and the rest."""
+  prefix, argument = _split(name)
+  if prefix is not None:
+    return prefix, argument
   from het_plugin.data import tfds_source  # takes time to import
 
   if tfds_source.exists(str(name)):

@@ -4,18 +4,15 @@ They are searched in the folders of TFDS, which are TFDS_DATA_DIR if that is set
 downloaded, because all hosts of a pod would do it at once.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
 
-from het_plugin.data import preprocess
+from het_plugin.data import preprocess, tasks
 from het_plugin.data.sources import ImageTextInfo, TaskInfo
 
-# [NAMESPACE:]NAME[/CONFIG][:VERSION][/KEY=VALUE,...]; TFDS's own parser raises on anything else.
-_NAME = r'([\w-]+:)?\w+(/[\w+.-]+)?(:[\d.*]+)?(/\w+=.+)?'
 _CAPTION_KEYS = ('captions', 'caption', 'text')
 
 
@@ -139,7 +136,7 @@ def exists(name: str) -> bool:
 
 
 def _builder(name: str) -> tfds.core.DatasetBuilder | None:
-  if re.fullmatch(_NAME, name) is None:
+  if tasks.TFDS_NAME.fullmatch(name) is None:  # TFDS's own parser raises
     return None
   try:
     return tfds.builder(name)

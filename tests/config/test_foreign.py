@@ -19,6 +19,12 @@ HARMLESS = {
   'ours': (IMPORT + 'MODEL = @heads.HetXL()\nHetXL.num_factors = %R\ntrain.model = %MODEL\n', ''),
   'unknown': ('import het_plugin.config.registry\nimport os\nx.y = @os.system\n', ''),  # to gin
   'packages': (OF_PACKAGES, 'optax'),
+  'data sets': (
+    IMPORT
+    + "A = ('tfds:mnist', 'mnist:3.0.1', 'coco/2017:1.*.*', 'npz:a:b', 'http://a', 'digits')\n",
+    '',
+  ),
+  'data set of a given namespace': (IMPORT + "A = 'kaggle:birds'\n", 'kaggle'),
   'any function of ours': (
     DYNAMIC + 'from het_plugin.training import run_files\nrun_files.write_text.path = 1\n',
     'het_plugin',
@@ -50,7 +56,16 @@ CALLS = {
 CODE = {
   'import': 'import turtle\n',
   'train': IMPORT + "A = @x/train()\nx/train.model_dir = '/tmp'\n",
-  'data set': IMPORT + "A = {1: ('tfds:kaggle:birds', 2)}\n",
+  **{
+    f'data set {name}': IMPORT + f"A = {{1: ('{name}', 2)}}\n"
+    for name in (
+      'tfds:kaggle:birds',
+      'tfds_captions:huggingface:birds/en',
+      'kaggle:birds',
+      'huggingface:birds/en:1.0.0',
+      'my-space:birds/a=1,b=2',
+    )
+  },
   'include': "include '/tmp/other.gin'\n",
   'syntax': 'A = (\n',
 }
