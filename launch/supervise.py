@@ -46,13 +46,11 @@ def supervise(
   """Runs the command with restarts; returns its last exit code. The flags explain the settings.
 
   Raises:
-    OSError: another supervisor uses the folder, or the command cannot be started.
+    OSError: another supervisor uses the folder, a file of it is a link, or the command cannot be
+      started.
   """
   folder.mkdir(parents=True, exist_ok=True)
-  with (
-    open(folder / 'supervisor.json', 'ab', buffering=0) as state,
-    open(folder / 'supervisor.log', 'ab', buffering=0) as log,
-  ):
+  with _appended(folder / 'supervisor.json') as state, _appended(folder / 'supervisor.log') as log:
     try:
       fcntl.flock(state, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -92,6 +90,11 @@ def supervise(
         failures += 1
         why = f'exit code {code}: restart {failures} of {max_failures} after failures'
       note(log, f'[supervise] {why}\n')
+
+
+def _appended(path: Path) -> IO[bytes]:
+  """Opens a file to append to it; a link in the folder of another person is not followed."""
+  return open(path, 'ab', 0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
 def _local(folder: str) -> Path:

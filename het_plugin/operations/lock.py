@@ -53,7 +53,7 @@ def held(model_dir: epath.PathLike, patience: float = PATIENCE_SECONDS) -> Itera
       if run_files.is_remote(model_dir):
         _wait_for_silence(model_dir, patience)
       else:
-        _lock(stack.enter_context(open(model_dir / NAME, 'a+')), model_dir, patience)
+        _lock(stack.enter_context(run_files.open_lock(model_dir / NAME)), model_dir, patience)
       return facts.new_attempt(model_dir).name
 
     yield model_dir / facts.FOLDER / processes.in_the_first(acquire)

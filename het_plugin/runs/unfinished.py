@@ -183,7 +183,7 @@ class SplitFiles:
   def _lock(self, stack: contextlib.ExitStack) -> None:
     self.folder.mkdir(parents=True, exist_ok=True)
     path = self.folder / f'.lock.{safe_name(self.split)}'
-    file = stack.enter_context(path.open('a'))
+    file = stack.enter_context(run_files.open_lock(path))
     has_lock = lock.taken(file)
     if has_lock is False:
       raise ValueError(

@@ -3,9 +3,9 @@
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from etils import epath
 
@@ -27,6 +27,48 @@ def local_folder(flag: str, value: str) -> Path:
   if is_remote(value):
     raise ValueError(f'--{flag}={value} must be a local directory')
   return Path(value)
+
+
+def check_links(folder: epath.PathLike) -> None:
+  """Raises ValueError if a link in a folder leads out of it: a run would write where it points.
+
+  The folder may be a link itself, be missing, or be in an object store, which has no links.
+  """
+  if is_remote(folder):
+    return
+  root = os.path.realpath(folder)
+  for link in _links(root):
+    target = os.path.realpath(link)
+    if os.path.commonpath([root, target]) != root:
+      raise ValueError(
+        f'{link} is a link to {target}, outside the folder of the run, which would be written to: '
+        'put a copy in its place, or remove it'
+      )
+
+
+def _links(folder: str) -> Iterator[str]:
+  try:
+    with os.scandir(folder) as entries:
+      for entry in entries:
+        if entry.is_symlink():
+          yield entry.path
+        elif entry.is_dir():
+          yield from _links(entry.path)
+  except FileNotFoundError:
+    pass  # another training removes what it no longer needs
+  except PermissionError:  # such as lost+found, where nothing can be opened either
+    if os.access(folder, os.X_OK):
+      raise
+
+
+def open_lock(path: epath.PathLike) -> IO[str]:
+  """Opens a file to lock it, and creates it if it is missing; its content stays.
+
+  Raises:
+    OSError: it is a link, or cannot be written.
+  """
+  flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+  return open(path, 'r+', opener=lambda name, _: os.open(name, flags, 0o666))
 
 
 def write_text(path: epath.PathLike, text: str) -> None:

@@ -26,6 +26,7 @@ from het_plugin.training import (
   partitioning,
   prefetch,
   processes,
+  run_files,
 )
 from het_plugin.training import loop as loop_lib
 from het_plugin.training import metrics as metrics_lib
@@ -328,6 +329,7 @@ def _check_run(
   """
   if model_dir.is_file():
     raise ValueError(f'model_dir={model_dir} is a file: give a folder')
+  run_files.check_links(model_dir)
   newest = checkpoint_reader.newest_record(model_dir)
   step = '' if newest is None else str(newest[0])
   if step not in ('', checked):

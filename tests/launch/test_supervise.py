@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -85,12 +86,28 @@ def test_sigterm_lets_the_command_save_and_does_not_start_it_again(tmp_path):
   assert re.fullmatch(r'ready \d+\nsaved\n', log(tmp_path))
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='/dev/full')
 def test_a_full_disk_does_not_end_the_restarts(tmp_path):
-  (tmp_path / 'supervisor.log').symlink_to('/dev/full')
+  limit = 2**16
+  (tmp_path / 'supervisor.log').write_bytes(bytes(limit))
   code = PREEMPTED_TWICE.replace("print('start', starts)", '').format(path=str(tmp_path / 'starts'))
-  assert start(tmp_path, code).wait() == 3
+  _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+  try:
+    process = start(tmp_path, code)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  assert process.wait() == 3
   assert supervise.read_state(tmp_path)['restarts'] == 2
+
+
+@pytest.mark.parametrize('name', ['supervisor.json', 'supervisor.log'])
+def test_a_link_in_the_folder_is_not_followed(tmp_path, name):
+  other = tmp_path / 'other'
+  other.write_text('mine')
+  (tmp_path / name).symlink_to(other)
+  process = start(tmp_path, 'print(1)')
+  assert name in process.communicate()[1] and process.returncode == 2
+  assert other.read_text() == 'mine'
 
 
 # Notes when it starts, and when it has saved, which it may do when a file is there.

@@ -61,6 +61,15 @@ def test_a_holder_is_named_waited_for_and_one_that_was_killed_holds_nothing(tmp_
       os.kill(worker, signal.SIGKILL)
 
 
+def test_a_link_is_no_lock(tmp_path):
+  other = tmp_path / 'other'
+  other.write_text('mine')
+  (tmp_path / lock.NAME).symlink_to(other)
+  with pytest.raises(OSError, match=lock.NAME), held(tmp_path):
+    pytest.fail('it was locked')
+  assert other.read_text() == 'mine'
+
+
 # Without locks of the file system.
 
 

@@ -1,12 +1,13 @@
 """Settings of `train`: checked before data is read and anything is compiled."""
 
 import functools
+import re
 import types
 
 import pytest
 
 from het_plugin.operations import lock, run_status
-from het_plugin.training import actions, checkpoints
+from het_plugin.training import actions, checkpoints, run_files
 from tests.training import toy, toy_run
 
 
@@ -170,3 +171,22 @@ def test_a_run_has_a_folder(tmp_path):
   (tmp_path / 'file').touch()
   with pytest.raises(ValueError, match='model_dir=.*/file is a file: give a folder'):
     toy_run.run(tmp_path / 'file')
+
+
+@pytest.mark.parametrize('name', ['lock', 'metrics.jsonl', 'logs', 'checkpoint_4/state'])
+def test_links_that_lead_out_of_the_folder_are_refused_before_anything_is_opened(tmp_path, name):
+  """A folder of another person may hold them. Links inside it, and one to it, are followed."""
+  other = tmp_path / 'other'
+  other.write_text('mine')
+  run = tmp_path / 'run'
+  link = run / name
+  link.parent.mkdir(parents=True)
+  link.symlink_to('../' * len(link.relative_to(run).parts) + 'other')
+  (tmp_path / 'alias').symlink_to(run)
+  message = f'run/{name} is a link to {re.escape(str(other))}, outside'
+  with pytest.raises(ValueError, match=message):
+    toy_run.run(tmp_path / 'alias')
+  assert other.read_text() == 'mine' and list(link.parent.iterdir()) == [link]
+  link.unlink()
+  link.symlink_to(run / 'inside')
+  run_files.check_links(tmp_path / 'alias')

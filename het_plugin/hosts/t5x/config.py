@@ -8,7 +8,7 @@ from etils import epath
 
 import gin
 from het_plugin.config import changes, parsing, statements, uses
-from het_plugin.training import checkpoint_reader
+from het_plugin.training import checkpoint_reader, run_files
 
 _ENGINE = 'het_plugin/gin/t5x/train.gin'
 _ENGINE_MODULE = 'het_plugin.hosts.t5x.engine'
@@ -36,6 +36,7 @@ def summarize_config(
   text = gin.config_str()
   uses.check(flags.FLAGS.flag_values_dict().get('gin_bindings', ()), text)  # t5x.train's flag
   folder = epath.Path(model_dir)
+  run_files.check_links(folder)
   engine = statements.bindings(epath.Path(parsing.resolve(_ENGINE)).read_text())
   config = changes.RunConfig(
     statements.without(text, {*engine, _ACCEPT}, _ENGINE_MODULE),
