@@ -156,10 +156,10 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
         f'HeldOutTemperatureTrainer cannot hold out rows of {type(model).__name__}: its '
         'loss compares every example with the whole batch.'
       )
-    if settings.get('noise_start'):
+    if self._late_noise is not None:
       raise ValueError(
-        f'HeldOutTemperatureTrainer.noise_start={settings["noise_start"]} must be 0: the gradient '
-        'with respect to the temperature is that of the model with its noise.'
+        'HeldOutTemperatureTrainer needs adamw.late_noise = None: the gradient with respect to the '
+        'temperature is that of the model with its noise.'
       )
     if (num_microbatches or 1) > 1:
       raise ValueError(

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,25 +38,6 @@ def matching(pattern: str, params: PyTree, setting: str | None) -> PyTree:
 def unfreeze_at(step: int) -> optax.Schedule:
   """A factor of the learning rate that is 0 before an update and 1 from it on."""
   return lambda count: jnp.where(count >= step, 1.0, 0.0)
-
-
-def step_of(share: Annotated[float, '[0, inf)'], total_steps: int) -> int:
-  """The step at a share of the steps of a run; a share of 1 or more is the step itself.
-
-  >>> from het_plugin.training import learning_rates
-  >>> learning_rates.step_of(0.25, total_steps=1500), learning_rates.step_of(10, total_steps=1500)
-  (375, 10)
-
-  Raises:
-    ValueError: the share is negative, or the step is not before total_steps.
-  """
-  step = round(share * total_steps) if share < 1 else int(share)
-  if not 0 <= step < total_steps:
-    raise ValueError(
-      f'step_of.share={share} must be at least 0, and its step below total_steps={total_steps}; '
-      'below 1 it is a share of them'
-    )
-  return step
 
 
 def scale_by_group(

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from het_plugin.training import learning_rates
+from het_plugin.training.late_noise import LateNoise
 
 PyTree = Any
 
@@ -25,12 +26,14 @@ class OptaxWrapper:
       None if unknown.
     evaluates_ema: whether evaluation uses the average that `with_ema` keeps.
     frozen_params: regular expression of the parameters that keep their value, see `adamw`.
+    late_noise: when the noise of the head starts, see `adamw`.
   """
 
   optax_optimizer: optax.GradientTransformation
   learning_rate_fn: optax.Schedule | None = None
   evaluates_ema: bool = False
   frozen_params: str | None = None
+  late_noise: LateNoise | None = None
 
 
 def adamw(
@@ -48,7 +51,7 @@ def adamw(
   ] = (),
   layer_decay: Annotated[float, '(0, 1]'] | None = None,
   factored_params: Annotated[str, 'regular expression'] | None = None,
-  late_params: tuple[Annotated[str, 'regular expression'], int] | None = None,
+  late_noise: LateNoise | None = None,
 ) -> OptaxWrapper:
   """AdamW (Loshchilov and Hutter, 2019): updates are -lr * (adam(gradient) + weight_decay * param).
 
@@ -71,13 +74,13 @@ def adamw(
       the place of Adam there: a matrix [D, K] keeps D + K numbers instead of two moments
       (`factored_rms`). '^head/(kernel|noise_kernel)$' are W and W'. Learning rate, decay and
       clipping are the same. None for none.
-    late_params: (regular expression, update): parameters in whose path it is found keep their
-      value, and have no part in the norm, before this update, counted from 0. Their moments start
-      there as at the start of a run; the learning rate is that of the others. None for none.
+    late_noise: the parameters of the noise keep their value, and have no part in the norm, before
+      its step. Their moments start there as at the start of a run; the learning rate is that of the
+      others. None trains them from the first step on.
 
   Raises:
-    ValueError: late_params has a negative update; or at initialisation, a pattern matches no
-      parameter, or layer_decay is set for a model without layers.
+    ValueError: at initialisation, a pattern matches no parameter, or layer_decay is set for a model
+      without layers.
   """
 
   def decays(params: PyTree) -> PyTree:
@@ -93,31 +96,25 @@ def adamw(
     mask = learning_rates.matching(frozen_params, params, 'frozen_params')
     return jax.tree.map(lambda is_frozen: 'frozen' if is_frozen else 'trained', mask)
 
-  def factors(params: PyTree) -> PyTree:
-    mask = learning_rates.matching(factored_params, params, 'factored_params')
-    return jax.tree.map(lambda is_factored: 'factored' if is_factored else 'adam', mask)
+  def kinds(params: PyTree) -> PyTree:
+    found = jax.tree.map(lambda _: 'adam', params)
+    if factored_params is not None:
+      mask = learning_rates.matching(factored_params, params, 'factored_params')
+      found = jax.tree.map(lambda is_factored: 'factored' if is_factored else 'adam', mask)
+    if late_noise is not None:
+      mask = learning_rates.matching(late_noise.params, params, 'LateNoise.params')
+      found = jax.tree.map(lambda kind, is_late: kind + '_late' * is_late, found, mask)
+    return found
 
-  def times(params: PyTree) -> PyTree:
-    kinds = jax.tree.map(lambda _: 'adam', params) if factored_params is None else factors(params)
-    mask = learning_rates.matching(late_params[0], params, 'late_params')
-    return jax.tree.map(lambda kind, is_late: kind + '_late' * is_late, kinds, mask)
-
-  scale = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
-  kinds = {'adam': scale}
+  scales = {'adam': optax.scale_by_adam(b1=b1, b2=b2, eps=eps)}
   if factored_params is not None:
-    kinds['factored'] = factored_rms()
-    scale = optax.partition(kinds, factors)
-  if late_params is not None:
-    late, start = late_params
-    if start < 0:
-      raise ValueError(
-        f'adamw.late_params={late_params!r} must end with a number of updates, at least 0'
-      )
-    factors_of_time = ((late, learning_rates.unfreeze_at(start)),)
-    unfreeze = learning_rates.scale_by_group(factors_of_time, 'late_params')
-    for kind, part in dict(kinds).items():
-      kinds[f'{kind}_late'] = optax.conditionally_mask(part, lambda count: count >= start)
-    scale = optax.partition(kinds, times)
+    scales['factored'] = factored_rms()
+  if late_noise is not None:
+    scales |= {
+      f'{kind}_late': optax.conditionally_mask(scale, late_noise.has_begun)
+      for kind, scale in scales.items()
+    }
+  scale = optax.partition(scales, kinds) if len(scales) > 1 else scales['adam']
   decay = optax.add_decayed_weights(weight_decay, decays)
   parts = [optax.chain(scale, decay, optax.scale_by_learning_rate(learning_rate))]
   if clip_norm is not None:
@@ -126,13 +123,17 @@ def adamw(
     parts.append(learning_rates.scale_by_group(learning_rate_factors))
   if layer_decay is not None:
     parts.append(learning_rates.scale_by_layer(layer_decay))
-  if late_params is not None:  # neither the norm nor weight decay sees them before their start
+  if late_noise is not None:  # neither the norm nor weight decay sees its parameters before
+    factor = (late_noise.params, learning_rates.unfreeze_at(late_noise.step))
+    unfreeze = learning_rates.scale_by_group((factor,), 'LateNoise.params')
     parts = [unfreeze, *parts, unfreeze]
   schedule = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
   optimizer = optax.chain(*parts)
   if frozen_params is not None:
     optimizer = optax.partition({'trained': optimizer, 'frozen': optax.set_to_zero()}, freezes)
-  return OptaxWrapper(optimizer, learning_rate_fn=schedule, frozen_params=frozen_params)
+  return OptaxWrapper(
+    optimizer, learning_rate_fn=schedule, frozen_params=frozen_params, late_noise=late_noise
+  )
 
 
 def factored_rms() -> optax.GradientTransformation:

@@ -6,7 +6,6 @@ of real rows in the batch. A model whose loss compares examples with each other 
 `needs_whole_batch`.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -157,7 +156,6 @@ class Trainer:
     num_microbatches: Annotated[int, '[1, inf)'] | None = None,
     norm_groups: Sequence[Annotated[str, 'regular expression']] = metrics_lib.GROUPS,
     halt_at_nonfinite: bool = True,
-    noise_start: Annotated[int, '[0, inf)'] = 0,
   ):
     """Prepares the steps; nothing is compiled.
 
@@ -170,31 +168,20 @@ class Trainer:
       norm_groups: groups of parameters whose norms are metrics, see `metrics.GROUPS`.
       halt_at_nonfinite: whether the state stays unchanged after a step whose loss, gradient or
         update was not finite. The host may dispatch further steps before it knows of this one.
-      noise_start: until so many updates are done, `model.without_noise()` is trained and
-        evaluated, whose parameters of the noise have no gradient (gin/heads/late_noise.gin).
 
     Raises:
-      ValueError: a setting does not fit the model, or noise_start is negative.
+      ValueError: num_microbatches or the optimizer's `late_noise` does not fit the model.
     """
     if (num_microbatches or 1) > 1 and getattr(model, 'needs_whole_batch', False):
       raise ValueError(
         f'num_microbatches={num_microbatches} must be 1: the loss of {type(model).__name__} '
         "compares every example with the whole batch. To save memory set the backbones' remat."
       )
-    if noise_start < 0:
-      raise ValueError(
-        f'Trainer.noise_start={noise_start} must be at least 0: the steps before it are without '
-        'noise'
-      )
-    if noise_start and not hasattr(model, 'without_noise'):
-      raise ValueError(
-        f'Trainer.noise_start={noise_start} must be 0: {type(model).__name__} has no method '
-        'without_noise'
-      )
     self.num_microbatches = num_microbatches
     self._model = model
-    self._noise_start = noise_start
-    self._without_noise = model.without_noise() if noise_start else None
+    # Optimizers that are not ours start the noise with the run.
+    self._late_noise = getattr(train_state_axes.optimizer_def, 'late_noise', None)
+    self._early_model = model if self._late_noise is None else self._late_noise.without_noise(model)
     self._partitioner = partitioner
     self._halted: jax.Array | np.bool_ = np.False_
 
@@ -208,9 +195,12 @@ class Trainer:
         halted |= ~metrics['update'].finite
       return train_state, metrics, halted
 
-    def eval_step(of: Any, params: PyTree, batch: Batch) -> Metrics:
-      _, metrics = of.eval_fn(params, batch)
-      return metrics
+    def eval_step(model: Any) -> Callable[[PyTree, Batch], Metrics]:
+      return partitioner.partition(
+        lambda params, batch: model.eval_fn(params, batch)[1],
+        in_axis_resources=(train_state_axes.eval_params, batch_axes),
+        out_axis_resources=None,
+      )
 
     batch_axes = partitioner.data_partition_spec
     self._train_step = partitioner.partition(
@@ -219,14 +209,8 @@ class Trainer:
       out_axis_resources=(train_state_axes, None, None),
       donate_argnums=(0,),
     )
-    self._eval_step, self._early_eval_step = (
-      partitioner.partition(
-        functools.partial(eval_step, of),
-        in_axis_resources=(train_state_axes.eval_params, batch_axes),
-        out_axis_resources=None,
-      )
-      for of in (model, self._without_noise)
-    )
+    self._eval_step = eval_step(model)
+    self._early_eval_step = eval_step(self._early_model)
 
   def compute_grads(
     self, train_state: TrainState, batch: Batch, step_rng: jax.Array
@@ -236,17 +220,18 @@ class Trainer:
     Subclasses may override this. `batch` has arrays [B, ...] split over the data axis.
     """
 
-    def of(model: Any) -> Callable[[], tuple[PyTree, Metrics]]:
-      return lambda: accumulate_grads_microbatched(
+    def grads_of(model: Any) -> tuple[PyTree, Metrics]:
+      return accumulate_grads_microbatched(
         model, train_state, batch, step_rng, self.num_microbatches
       )
 
-    if not self._noise_start:
-      return of(self._model)()
-    return lax.cond(self._is_without_noise(train_state), of(self._without_noise), of(self._model))
-
-  def _is_without_noise(self, train_state: TrainState) -> jax.Array:
-    return num_updates(train_state) < self._noise_start
+    if self._late_noise is None:
+      return grads_of(self._model)
+    return lax.cond(
+      self._late_noise.has_begun(num_updates(train_state)),
+      lambda: grads_of(self._model),
+      lambda: grads_of(self._early_model),
+    )
 
   def check_batch_size(self, batch_size: int) -> None:
     """Raises ValueError unless the batch divides into microbatches and shards."""
@@ -277,6 +262,7 @@ class Trainer:
 
   def eval_step(self, train_state: TrainState, batch: Batch) -> Metrics:
     """Metrics of one batch."""
-    is_early = self._noise_start and bool(self._is_without_noise(train_state))
-    step = self._early_eval_step if is_early else self._eval_step
-    return step(train_state.eval_params, batch)
+    late = self._late_noise
+    if late is None or late.has_begun(num_updates(train_state)):
+      return self._eval_step(train_state.eval_params, batch)
+    return self._early_eval_step(train_state.eval_params, batch)

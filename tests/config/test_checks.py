@@ -32,7 +32,7 @@ def registered():
       "NonFinitePolicy.action = 'go' must be one of 'stop', 'skip'",
     ),
     ("RestoreCheckpointConfig.assignment_map = (('[', None),)", 'a regular expression: untermin'),
-    ("adamw.late_params = ('^head/(', 10)", 'a regular expression: missing )'),
+    ("adamw.frozen_params = '^head/('", 'a regular expression: missing )'),
     ('MODEL_DIR = None', 'MODEL_DIR = None (train.model_dir) must be a path'),
     ('HEAD = @HetXL', 'HEAD = @HetXL (ClassificationModel.head) must be a Module: @...()'),
     ('TRAIN_STEP = 5', 'TRAIN_STEP = 5 is used by nothing: did you mean TRAIN_STEPS?'),

@@ -134,7 +134,6 @@ OWN = [
 NEED_BACKBONE = ('jft300m', 'jft4b', 'imagenet21k')
 OF_LIT = ('contrastive', 'glyph_names', 'published_pairs', 'lit_')
 NOT_ALONE = {
-  'heads/late_noise': {'HeldOutTemperatureTrainer.noise_start'},  # which refuses it
   'models/contrastive': {'eval/Integrator.num_samples', 'eval/Integrator.sampler'},  # see there
   'runs/temperature_glyphs': {'HELD_OUT_BATCH_SIZE', 'TRAIN_SPLIT'},  # `tune` refers to them
 }

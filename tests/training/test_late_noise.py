@@ -9,7 +9,13 @@ from flax import traverse_util
 
 import gin
 from het_plugin.config import parsing
-from het_plugin.training import checkpoint_reader, partitioning, run_files
+from het_plugin.training import (
+  checkpoint_reader,
+  late_noise,
+  optimizers,
+  partitioning,
+  run_files,
+)
 from het_plugin.training import step as step_lib
 from het_plugin.training import train as train_lib
 from tests.training import toy
@@ -106,11 +112,9 @@ def test_the_noise_keeps_its_first_values_until_the_start(tmp_path):
 @pytest.mark.parametrize(
   'binding, message',
   [
-    ('NOISE_START = 6', 'share=6 must be .* below total_steps=6'),
+    ('NOISE_START = 6', 'start=6 must be .* below total_steps=6'),
     ('NOISE_START = -0.5', 'NOISE_START = -0.5 .* must be in'),
-    ('Trainer.noise_start = -1', 'noise_start = -1 must be in'),
-    ("adamw.late_params = ('^head/covariance', -1)", 'adamw.late_params=.*, at least 0'),
-    ("adamw.late_params = ('^head/covarance', 1)", "late_params='.head/covarance' matches no"),
+    ("LateNoise.params = '^head/covarance'", "params='.head/covarance' matches no"),
   ],
 )
 def test_bad_settings_are_named(binding, message, tmp_path):
@@ -120,8 +124,9 @@ def test_bad_settings_are_named(binding, message, tmp_path):
 
 
 def test_a_model_without_noise_to_leave_out_is_named():
+  late = late_noise.LateNoise(2, total_steps=4, params='^head_kernel$')
+  model = toy.ToyModel(optimizer_def=optimizers.adamw(0.1, late_noise=late))
   partitioner = partitioning.PjitPartitioner(num_partitions=1)
-  model = toy.ToyModel()
   axes, _ = toy.initial_state(model, partitioner, jax.random.key(1))
-  with pytest.raises(ValueError, match='noise_start=2 must be 0: ToyModel has no method without'):
-    step_lib.Trainer(model, partitioner, axes, jax.random.key(2), noise_start=2)
+  with pytest.raises(ValueError, match='late_noise must be None: ToyModel has no method without'):
+    step_lib.Trainer(model, partitioner, axes, jax.random.key(2))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from het_plugin.training import learning_rates, optimizers
+from het_plugin.training import late_noise, learning_rates, optimizers
 
 PARAMS = {
   'block': {'kernel': np.float32([[2.0, -1.0]]), 'bias': np.float32([0.5])},
@@ -81,9 +81,10 @@ def test_the_first_factor_that_matches_multiplies_the_learning_rate():
 
 
 @pytest.mark.parametrize('factored', [None, 'kernel$'])
-def test_late_parameters_start_as_at_the_start_of_a_run(factored):
+def test_late_noise_starts_as_at_the_start_of_a_run(factored):
   settings = {'weight_decay': 0.2, 'clip_norm': 1.0, 'factored_params': factored}
-  late = optimizers.adamw(0.1, late_params=('^head/', 2), **settings).optax_optimizer
+  noise = late_noise.LateNoise(2, total_steps=4, params='^head/')
+  late = optimizers.adamw(0.1, late_noise=noise, **settings).optax_optimizer
   grads = jax.tree.map(np.ones_like, PARAMS)
   rest = {name: x for name, x in PARAMS.items() if name != 'head'}
   others = optimizers.adamw(0.1, **settings).optax_optimizer
