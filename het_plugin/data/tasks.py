@@ -5,11 +5,10 @@ ones. docs/data.md has a table of them.
 import dataclasses
 import functools
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from het_plugin.data import annotations, array_source, glyphs, image_folder
+from het_plugin.data import annotations, array_source, glyphs, image_folder, tfds_names
 from het_plugin.data import augment as augment_lib
 from het_plugin.data import preprocess as pp
 from het_plugin.data import reader as reader_lib
@@ -137,11 +136,6 @@ class ImageTask:
       )
 
 
-# A data set of TFDS, by TFDS's own rules.
-TFDS_NAME = re.compile(
-  r'((?P<namespace>[\w-]+):)?[A-Za-z]\w*(/[\w+.-]+)?(:[\d.*]+)?(/\w+=.+)?', re.DOTALL
-)
-
 _TASKS: dict[str, ImageTask] = {}
 ON_ADD: list[Callable[[ImageTask], Any]] = []  # called with every added task; for seqio_task
 
@@ -261,16 +255,13 @@ def get_task(name: Any, vocabulary: 'str | seqio.Vocabulary | None' = None) -> I
 
 
 def tfds_namespace(name: str) -> str | None:
-  """The namespace of the TFDS data set that a task's name stands for; None if it has none.
-
-  TFDS downloads and runs the code of such a data set (`kaggle:birds`, `tfds:huggingface:birds`)
-  when it is asked whether it knows the name. Nothing is asked here.
+  """The namespace of the TFDS data set that a task's name stands for, such as 'kaggle' of
+  'tfds:kaggle:birds' and of 'kaggle:birds'; None if there is none. TFDS is not asked.
   """
   prefix, argument = _split(name)
   if name in _TASKS or prefix not in (None, 'tfds', 'tfds_captions'):
     return None
-  match = TFDS_NAME.fullmatch(argument)
-  return match['namespace'] if match else None
+  return tfds_names.namespace(argument)
 
 
 def _split(name: str) -> tuple[str | None, str]:

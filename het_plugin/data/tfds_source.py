@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-from het_plugin.data import preprocess, tasks
+from het_plugin.data import preprocess, tfds_names
 from het_plugin.data.sources import ImageTextInfo, TaskInfo
 
 _CAPTION_KEYS = ('captions', 'caption', 'text')
@@ -136,7 +136,7 @@ def exists(name: str) -> bool:
 
 
 def _builder(name: str) -> tfds.core.DatasetBuilder | None:
-  if tasks.TFDS_NAME.fullmatch(name) is None:  # TFDS's own parser raises
+  if not tfds_names.is_valid(name):
     return None
   try:
     return tfds.builder(name)
