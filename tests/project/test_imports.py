@@ -25,7 +25,7 @@ BELOW = {
   'reporting': {'weights'},  # whose files are written whole or not at all
   'training': {'data', 'weights'},
   'operations': {'training', 'reporting'},
-  'config': {'training', 'weights', 'operations'},
+  'config': {'training', 'weights', 'operations', 'data'},
   'runs': {'config', 'operations', 'training', 'data', 'rows', 'weights'},
   'evaluation': {'runs', 'training', 'data', 'rows', 'measures', 'weights', 'reporting'},
   'estimators': {
