@@ -84,7 +84,7 @@ def make_arguments(args, head):
   x = jax.tree.map(jnp.asarray, x)
   if args.noise is None:
     return x
-  buckets = jnp.asarray(class_buckets(args.classes, args.dim, 0))
+  buckets = jnp.asarray(class_buckets(args.classes, args.dim))
   _, variance = marginals(make_logits(head, 'softmax', x, buckets), 2**28)
   factor = args.noise / jnp.sqrt(variance.mean())
   return x | {name: factor * x[name] for name in ('scale', 'diag')}
@@ -215,7 +215,7 @@ def compare(args, head, link, method, num_samples, rates, log_prob):
   x = make_arguments(args, head)
   labels = jnp.arange(args.batch, dtype=jnp.int32)[:, None] % args.classes
   arguments = (x, labels, jax.random.key(1))
-  buckets = jnp.asarray(class_buckets(args.classes, args.dim, 0))
+  buckets = jnp.asarray(class_buckets(args.classes, args.dim))
   integrator = Integrator(num_samples, sampler=args.sampler, method=method)
   ours = compile_loss(our_loss(head, link, integrator, buckets), *arguments)
   reference = compile_loss(reference_loss(head, link, num_samples, buckets), *arguments)
@@ -288,7 +288,7 @@ def equal_accuracy(args, noise, head, link):
   x = make_arguments(args, head)
   labels = jnp.arange(args.batch, dtype=jnp.int32)[:, None] % args.classes
   arguments = (x, labels, jax.random.key(1))
-  buckets = jnp.asarray(class_buckets(args.classes, args.dim, 0))
+  buckets = jnp.asarray(class_buckets(args.classes, args.dim))
   log_prob = reference_log_prob(args, head, link, buckets)
   paper = Integrator(PAPER_SAMPLES, sampler='iid', method='sample')
   target = rmse_of(args, head, link, paper, buckets, log_prob, args.trials)
@@ -483,7 +483,7 @@ def main():
   print(f'{rates[0]:.3g} exponentials and {rates[1]:.3g} FLOP a second')
 
   def measured():
-    buckets = jnp.asarray(class_buckets(args.classes, args.dim, 0))
+    buckets = jnp.asarray(class_buckets(args.classes, args.dim))
     for head, link in itertools.product(args.heads, args.links):
       log_prob = reference_log_prob(args, head, link, buckets)
       for of in samples[link]:

@@ -2,18 +2,17 @@
 
     python -m het_plugin.select knn --train=a/train.npz,b/train.npz --k=1,5,20
     python -m het_plugin.select rank --train=a/train.npz,b/train.npz --test=a/test.npz,b/test.npz
-    python -m het_plugin.select rankme --train=a/train.npz,b/train.npz
     python -m het_plugin.select ensemble --validation=a/val.npz,b/val.npz
     python -m het_plugin.select soup --checkpoint=runs/a,runs/b --output_dir=runs/soup
     python -m het_plugin.select finetune --checkpoint=runs/a,runs/b --gin_file=task.gin \\
       --keep=1 --sweep=LEARNING_RATE=1e-4,1e-3 --output_dir=runs/finetuned
 
-`knn`: k-nearest-neighbour accuracy, on test files or leaving out each training example in turn.
-`rank`: uses this accuracy as a proxy, and measures few-shot accuracy of the --keep best candidates.
-`rankme`: effective rank of the representations. `ensemble`: greedy selection of members by their
-validation NLL, from the files that `het_plugin.evaluate --save_predictions` writes. `soup`: the
-uniform and the greedy average of the parameters. `finetune`: ranks by kNN, trains the --keep best
-with every combination of --sweep, and selects an ensemble. `soup` and `finetune` read checkpoints.
+`knn`: k-nearest-neighbour accuracy, on test files or leaving out each training example in turn; and
+RankMe, the effective rank of the representations. `rank`: the same as a proxy, and the few-shot
+accuracy of the --keep best candidates. `ensemble`: greedy selection of members by their validation
+NLL, from the files that `het_plugin.evaluate --save_predictions` writes. `soup`: the uniform and
+the greedy average of the parameters. `finetune`: ranks by kNN, trains the --keep best with every
+combination of --sweep, and selects an ensemble. `soup` and `finetune` read checkpoints.
 
 Give one source per candidate, separated by commas or with a flag each. Files are representations
 (.npz, .safetensors, F.npz:split, or X.npy,Y.npy) or predictions. Every subcommand takes --names,
@@ -33,14 +32,11 @@ from het_plugin.measures import knn, rankme
 
 _OF_RUNS = ('checkpoint', 'split', 'batch_size', 'output_dir')
 _MEMBERS = ('max_members', 'replacement')
+_PROXIES = ('train', 'test', 'k', 'metric', 'max_examples')
 # {subcommand, a function of this module: (module, the flags that it reads)}
 SUBCOMMANDS = {
-  'knn': ('evaluation.select', ('train', 'test', 'k', 'metric')),
-  'rank': (
-    'evaluation.select',
-    ('train', 'test', 'k', 'metric', 'keep', 'shots', 'seeds', 'l2'),
-  ),
-  'rankme': ('evaluation.select', ('train', 'max_examples')),
+  'knn': ('evaluation.select', _PROXIES),
+  'rank': ('evaluation.select', (*_PROXIES, 'keep', 'shots', 'seeds', 'l2')),
   'ensemble': ('evaluation.select', ('validation', 'test', *_MEMBERS)),
   'soup': ('experiments.soup', (*_OF_RUNS, 'dataset')),
   'finetune': (
@@ -60,14 +56,17 @@ def define_flags() -> None:
   flags.DEFINE_list(
     'names', None, 'Names of the candidates. Default: the parts in which their paths differ.'
   )
-  flags.DEFINE_list('k', ['1'], 'Numbers of neighbours. rank and finetune take one.')
+  flags.DEFINE_list('k', ['1'], 'Numbers of neighbours; the first one ranks. finetune takes one.')
   flags.DEFINE_enum('metric', 'euclidean', knn.METRICS, 'Distance of neighbours.')
   flags.DEFINE_string('keep', '1', "Number of candidates to evaluate or train, or 'all'.")
   flags.DEFINE_list('shots', ['1', '5', '10', '25'], 'Examples per class.')
   flags.DEFINE_list('seeds', ['0', '1', '2'], 'Seeds of few-shot subsets, one each.')
   flags.DEFINE_string('l2', 'loo', "Few-shot regularisation: 'loo', 'heldout' or a strength.")
   flags.DEFINE_integer(
-    'max_examples', rankme.MAX_EXAMPLES, 'Largest number of examples, chosen at random.'
+    'max_examples',
+    rankme.MAX_EXAMPLES,
+    'Most examples of RankMe, chosen at random.',
+    lower_bound=1,
   )
   flags.DEFINE_integer(
     'max_members', 10, 'Largest number of members, repetitions included.', lower_bound=1

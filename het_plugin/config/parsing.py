@@ -120,11 +120,8 @@ def _instead_of(file: str) -> str:
 
 
 def _explained(message: str) -> str | None:
-  """What to do where gin does not know a parameter or a name: it is gone, or was misspelt."""
+  """What to do where gin does not know a parameter or a name: a name that is known and similar."""
   if match := re.match(r"Configurable '(.+)' doesn't have a parameter named '(.+)'", message):
-    setting = f'{match[1].rpartition(".")[2]}.{match[2]}'
-    if what := registry.removed().get(setting):
-      return f'{setting}: {what}'
     known = checks.parameters(match[1])
   elif match := re.match(r"(No configurable matching) .*?(\w+)(\(\))?'", message):
     known = {name for _, name in registry.registered}

@@ -80,16 +80,7 @@ def same_results() -> frozenset[tuple[str, str]]:
     for entry in getattr(package, 'SAME_RESULTS', ()):
       name, _, parameter = entry.partition('.')
       found |= {(each, parameter) for each in (names if name == '*' else [name])}
-  found |= {(name, parameter) for name, parameter in (key.split('.') for key in removed())}
   return frozenset(found)
-
-
-def removed() -> dict[str, str]:
-  """What to do about bindings of settings that are gone, by 'configurable.parameter'."""
-  found = {}
-  for room in (*MODEL_ROOMS, *TRAINER_ROOMS):
-    found |= getattr(importlib.import_module(f'het_plugin.{room}'), 'REMOVED', {})
-  return found
 
 
 def is_registered(name: str) -> bool:

@@ -53,8 +53,6 @@ class DatasetConfig:
   num_threads: threads that read ahead; None: one per core, at most 16.
   num_workers: processes that read ahead, each with num_threads threads, for hosts with more cores
     than threads of one process can use; 0: threads of this process.
-  module: must be None. A gin file imports the module of a task, for every command of the run.
-  use_cached, pack: must be False.
   """
 
   mixture_or_task_name: Any
@@ -71,9 +69,6 @@ class DatasetConfig:
   max_corrupt_fraction: float = reader.MAX_CORRUPT_FRACTION
   num_threads: int | None = None
   num_workers: int = 0
-  module: str | None = None
-  use_cached: bool = False
-  pack: bool = False
 
   def __post_init__(self):
     for name, is_right, what in (
@@ -84,9 +79,6 @@ class DatasetConfig:
       ('num_threads', self.num_threads is None or self.num_threads >= 1, 'be at least 1, or None'),
       ('num_workers', self.num_workers >= 0, 'be at least 0'),
       ('resize', self.resize in (None, 'aspect', 'squash'), "be 'aspect', 'squash' or None"),
-      ('module', self.module is None, "be None: write 'import NAME' in a gin file instead"),
-      ('use_cached', not self.use_cached, 'be False: image tasks are not cached'),
-      ('pack', not self.pack, 'be False: image tasks are not packed'),
     ):
       if not is_right:
         raise ValueError(f'{name} is {getattr(self, name)!r}; it must {what}.')

@@ -116,20 +116,22 @@ def load(path: str) -> HeadClassifier:
   """Reads an estimator that `save` wrote.
 
   Args:
-    path: the file. Those of versions that wrote no checksum are read without one.
+    path: the file.
 
   Returns:
     The fitted estimator: its predictions have the same bits.
 
   Raises:
-    ValueError: the file contains no estimator, or is damaged.
+    ValueError: the file contains no estimator, has no checksum, or is damaged.
   """
   try:
     with safetensors.safe_open(path, framework='numpy') as file:
       metadata = file.metadata() or {}
       arrays = {name: file.get_tensor(name) for name in file.keys()}
     text = metadata[_METADATA]
-    if metadata.get(_CHECKSUM, (found := _checksum(text, arrays))) != found:
+    if _CHECKSUM not in metadata:
+      raise ValueError('it has no checksum; take the file as `save` wrote it')
+    if metadata[_CHECKSUM] != _checksum(text, arrays):
       raise ValueError('it is damaged: it does not have the checksum that was written')
     return _estimator(json.loads(text), arrays)
   except Exception as error:  # damage makes safetensors, json and numpy raise many types
@@ -349,7 +351,7 @@ def from_head(
   width = params['kernel'].shape[0]
   others = {
     name: getattr(head, name)
-    for name in ('parametrization', 'remainder', 'factor_bias', 'hash_seed')
+    for name in ('parametrization', 'remainder', 'factor_bias')
     if hasattr(head, name)
   }
   estimator.model_ = Model(

@@ -5,6 +5,7 @@ anything, and returns a report with the best candidate first. Errors name the pr
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,11 @@ from het_plugin.measures import knn as neighbors
 from het_plugin.measures import rankme as effective_rank
 from het_plugin.measures.ranking import best_first, rank_agreement
 
+_RANKME = (
+  'and RankMe, the effective rank of the representations (Garrido et al. 2023, eq. 1), from 1 to '
+  'the smaller of D and the number of examples'
+)
+
 
 def knn(
   *,
@@ -30,14 +36,16 @@ def knn(
   names: Sequence[str] | None,
   k: Sequence[int],
   metric: str,
+  max_examples: int,
 ) -> reporting.Report:
-  """k-nearest-neighbour accuracy of every candidate, on test files or leaving one out."""
+  """k-nearest-neighbour accuracy of every candidate, on test files or leaving one out; RankMe."""
   names = candidate_names(names, train, test)
   check_representations(train, test)
-  rows = []
-  for i, name in enumerate(names):
-    accuracy, dim = _knn_accuracy(train[i], test[i] if test else None, k, metric)
-    rows.append({'candidate': name, 'pre_logits_dim': dim, 'accuracy': accuracy})
+  sources = zip(train, test, strict=True) if test else zip(train)
+  rows = [
+    _measured(name, of_name, k, metric, max_examples)
+    for name, of_name in zip(names, sources, strict=True)
+  ]
   rows.sort(key=lambda row: -row['accuracy'][k[0]])
   lines = {row['candidate']: (k, [row['accuracy'][n] for n in k]) for row in rows}
   measured = 'the test examples' if test else 'the training examples, each left out in turn'
@@ -45,12 +53,8 @@ def knn(
     row_title='candidate',
     title='k-nearest-neighbour accuracy',
     introduction=f'Accuracy of the vote of the k nearest training examples ({metric} distance) on '
-    f'{measured}.',
-    rows=[
-      {'name': row['candidate'], 'pre_logits_dim': row['pre_logits_dim']}
-      | {f'k = {n}': f'{accuracy:.4f}' for n, accuracy in row['accuracy'].items()}
-      for row in rows
-    ],
+    f'{measured}, {_RANKME}.',
+    rows=[_columns(row) for row in rows],
     draw=lambda: _figure(
       reporting.lines_png(
         lines, xlabel='neighbours k', ylabel='accuracy', log_x=True, whole_steps=True
@@ -68,14 +72,13 @@ def rank(
   names: Sequence[str] | None,
   k: Sequence[int],
   metric: str,
+  max_examples: int,
   keep: str,
   shots: Sequence[int],
   seeds: Sequence[int],
   l2: float | str,
 ) -> reporting.Report:
-  """The kNN proxy of every candidate, and few-shot accuracy of the `keep` best by it."""
-  if len(k) != 1:
-    raise ValueError(f'--k={",".join(map(str, k))} must be one number for rank, the k of its proxy')
+  """The proxies of every candidate, and few-shot accuracy of the `keep` best by the first k."""
   fewshot.check_settings(shots, seeds, l2)
   names = candidate_names(names, train, test)
   if not test:
@@ -83,12 +86,17 @@ def rank(
   num_kept = number_to_keep(keep, names)
   check_representations(train, test)
 
-  proxy = [_knn_accuracy(source, None, k, metric)[0][k[0]] for source in train]
-  order = best_first(proxy)
-  kept = order[:num_kept]
-  results = {i: _few_shot(train[i], test[i], shots=shots, seeds=seeds, l2=l2) for i in kept}
-  # {shots: (proxies, accuracies)}
-  points = {n: ([proxy[i] for i in kept], [results[i][n].mean for i in kept]) for n in shots}
+  rows = [
+    _measured(name, [source], k, metric, max_examples)
+    for name, source in zip(names, train, strict=True)
+  ]
+  order = best_first([row['accuracy'][k[0]] for row in rows])
+  for i in order[:num_kept]:
+    rows[i]['few_shot'] = _few_shot(train[i], test[i], shots=shots, seeds=seeds, l2=l2)
+  rows = [rows[i] for i in order]
+  kept = rows[:num_kept]
+  proxy = [row['accuracy'][k[0]] for row in kept]
+  points = {n: (proxy, [row['few_shot'][n].mean for row in kept]) for n in shots}
   agreements = {}
   notes = []
   if len(kept) < len(names):
@@ -103,98 +111,30 @@ def rank(
     + f'; regret of keeping the best 1, 2, ...: {", ".join(f"{x:.3f}" for x in found["regret"])}'
     for n, found in agreements.items()
   ]
-  proxy_name = f'kNN accuracy, k = {k[0]}'
   return reporting.Report(
     row_title='candidate',
     title='Candidates for a task',
-    introduction=f'All candidates by the leave-one-out {proxy_name} ({metric} distance) on the '
-    f'training examples, and few-shot accuracy on the test examples of the best {len(kept)}.',
-    rows=[
-      {
-        'name': names[i],
-        proxy_name: f'{proxy[i]:.4f}',
-        'fewshot': {'': {n: result.mean for n, result in results.get(i, {}).items()}},
-        'fewshot_stderr': {'': {n: result.stderr for n, result in results.get(i, {}).items()}},
-      }
-      for i in order
-    ],
+    introduction=f'Leave-one-out accuracy of the k nearest training examples ({metric} distance) '
+    f'and few-shot accuracy on the test examples of the best {len(kept)}, {_RANKME}.',
+    rows=[_columns(row) for row in rows],
     notes=notes,
     draw=lambda: _figure(
       reporting.scatter_png(
         {reporting.counted(n, 'shot'): xy for n, xy in points.items()},
-        [names[i] for i in kept],
-        xlabel=f'{proxy_name}, leave-one-out',
+        [row['candidate'] for row in kept],
+        xlabel=f'kNN accuracy, k = {k[0]}, leave-one-out',
         ylabel='few-shot accuracy',
       ),
       'Few-shot accuracy against the proxy.',
     ),
     json={
       'metric': metric,
-      'k': k[0],
       'rows': [
-        {
-          'candidate': names[i],
-          'proxy': proxy[i],
-          'few_shot': {n: result.record() for n, result in results.get(i, {}).items()},
-        }
-        for i in order
+        row | {'few_shot': {n: x.record() for n, x in row.get('few_shot', {}).items()}}
+        for row in rows
       ],
       'agreement': agreements,
     },
-  )
-
-
-def rankme(
-  *, train: Sequence[str], names: Sequence[str] | None, max_examples: int
-) -> reporting.Report:
-  """RankMe of every candidate, with its spectrum."""
-  if max_examples < 1:
-    raise ValueError(f'--max_examples={max_examples} must be at least 1')
-  names = candidate_names(names, train)
-  check_representations(train)
-  rows = []
-  for name, source in zip(names, train, strict=True):
-    features = rows_lib.read(source).features
-    sigma = effective_rank.singular_values(features, max_examples)
-    rows.append(
-      {
-        'candidate': name,
-        'rankme': effective_rank.rankme(sigma),
-        'pre_logits_dim': features.shape[1],
-        'num_examples': min(max_examples, len(features)),
-        'singular_values': sigma,
-      }
-    )
-  rows.sort(key=lambda row: -row['rankme'])
-
-  def draw():
-    spectra = {}
-    for row in rows:
-      relative = row['singular_values'] / row['singular_values'][0]
-      relative = relative[relative > len(relative) * np.finfo(float).eps]  # more than rounding
-      spectra[row['candidate']] = np.arange(1, len(relative) + 1), relative
-    png = reporting.lines_png(
-      spectra, xlabel='k', ylabel='singular value / largest', log_x=True, log_y=True
-    )
-    return _figure(png, 'Singular values over the largest.')
-
-  return reporting.Report(
-    row_title='candidate',
-    title='RankMe',
-    introduction='Effective rank of the representations: the exponential of the entropy of their '
-    'singular values (Garrido et al. 2023, eq. 1).',
-    rows=[
-      {
-        'name': row['candidate'],
-        'pre_logits_dim': row['pre_logits_dim'],
-        'examples': row['num_examples'],
-        'RankMe': row['rankme'],
-      }
-      for row in rows
-    ],
-    notes=['from 1 to the smaller of D and the number of examples'],
-    draw=draw,
-    json={'rows': rows},
   )
 
 
@@ -282,14 +222,32 @@ def _figure(png: bytes, caption: str) -> dict[str, reporting.Figure]:
   return {'plot': reporting.Figure(png, caption)}
 
 
-def _knn_accuracy(
-  train: str, test: str | None, ks: Sequence[int], metric: str
-) -> tuple[dict[int, float], int]:
-  """({k: accuracy}, D) of a candidate; leaves out each training example if test is None."""
-  arrays = [rows_lib.read(source) for source in (train, test) if source]
-  arguments = [x for split in arrays for x in (split.features, split.label)]
-  accuracy = neighbors.knn_accuracy(*arguments, ks=ks, metric=metric)
-  return accuracy, arrays[0].features.shape[1]
+def _measured(
+  name: str, sources: Sequence[str], ks: Sequence[int], metric: str, max_examples: int
+) -> dict[str, Any]:
+  """The row of a candidate in the JSON, from (train, test), or leaving one out from (train,)."""
+  splits = [rows_lib.read(source) for source in sources]
+  arrays = [x for split in splits for x in (split.features, split.label)]
+  sigma = effective_rank.singular_values(splits[0].features, max_examples)
+  return {
+    'candidate': name,
+    'pre_logits_dim': splits[0].features.shape[1],
+    'accuracy': neighbors.knn_accuracy(*arrays, ks=ks, metric=metric),
+    'rankme': effective_rank.rankme(sigma),
+  }
+
+
+def _columns(row: dict[str, Any]) -> dict[str, Any]:
+  """The row of a candidate in the table."""
+  few_shot = row.get('few_shot', {})
+  return {
+    'name': row['candidate'],
+    'pre_logits_dim': row['pre_logits_dim'],
+    **{f'k = {n}': f'{accuracy:.4f}' for n, accuracy in row['accuracy'].items()},
+    'RankMe': row['rankme'],
+    'fewshot': {'': {n: result.mean for n, result in few_shot.items()}},
+    'fewshot_stderr': {'': {n: result.stderr for n, result in few_shot.items()}},
+  }
 
 
 def _few_shot(train: str, test: str, **settings) -> dict[int, fewshot.FewShotResult]:

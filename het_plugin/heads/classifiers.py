@@ -219,15 +219,15 @@ class Het(Heteroscedastic):
     return self.gaussian(_shift(location, mean, None), covariance, None)
 
 
-def class_buckets(num_classes: int, num_buckets: int, seed: int = 0) -> np.ndarray:
+def class_buckets(num_classes: int, num_buckets: int) -> np.ndarray:
   """The fixed hash h(k) of HET-H (section 6.1, appendix A.3) for k < num_classes.
 
   Returns int32 [num_classes] in [0, num_buckets).
 
-  The finaliser of splitmix64 mixes (seed, k), so the bucket of a class depends neither on the
-  version of a random number generator nor on the number of classes.
+  The finaliser of splitmix64 mixes k, so the bucket of a class depends neither on the version of a
+  random number generator nor on the number of classes.
   """
-  x = np.arange(num_classes, dtype=np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
+  x = np.arange(num_classes, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
   for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
     x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)  # wraps modulo 2^64
   x ^= x >> np.uint64(31)
@@ -243,13 +243,11 @@ class HetH(Heteroscedastic):
 
   Attributes:
     num_buckets: H; None is D, which gives as many parameters as HET-XL has (section 6.1).
-    hash_seed: seed of the hash.
     empty_buckets: whether buckets that hold no class have parameters, as the paper counts them.
       They change no logit. With K = 100 and H = 768, only 90 buckets hold a class.
   """
 
   num_buckets: int | None = None
-  hash_seed: int = 0
   empty_buckets: bool = True
 
   @nn.nowrap
@@ -283,7 +281,7 @@ class HetH(Heteroscedastic):
   @nn.nowrap
   def _hashed(self, pre_logits_dim):
     num_buckets = pre_logits_dim if self.num_buckets is None else self.num_buckets
-    return class_buckets(self.padded_classes, num_buckets, self.hash_seed)
+    return class_buckets(self.padded_classes, num_buckets)
 
   @nn.compact
   def __call__(self, phi: jax.Array) -> GaussianLogits:

@@ -48,11 +48,6 @@ SAME_RESULTS = (
   'Integrator.chunk_size',
   'Integrator.chunk_bytes',
 )
-# Settings that are gone without a change of results, and what to do about a configuration that
-# binds them.
-REMOVED = {
-  'Integrator.implementation': 'the fused kernels are gone: leave it out',
-}
 
 __all__ = [
   'ESTIMATORS',

@@ -283,10 +283,9 @@ def _description(path: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
   else:
     about = {}  # a .npy file has arrays only
   about = {'class_names': None, 'provenance': {}} | about
-  if 'digest' in about:
-    digest = about.pop('digest')
-    if _digest(about) != digest:
-      raise ValueError('its description is not what was written: the file is damaged')
+  digest = about.pop('digest', None)
+  if (digest is not None or 'checksums' in about) and digest != _digest(about):
+    raise ValueError('its description is not what was written: the file is damaged')
   return about
 
 

@@ -186,10 +186,8 @@ class EarlyStoppingAction(BaseAction):
   def get_state(self) -> dict[str, list]:
     return {'watched': self._watched, 'history': self._history}
 
-  def set_state(self, state: dict[str, list] | list[float]) -> None:
-    if isinstance(state, list):  # of an older checkpoint
-      self._history = state
-    elif state['watched'] == self._watched:  # values of another metric tell nothing of this one
+  def set_state(self, state: dict[str, list]) -> None:
+    if state['watched'] == self._watched:  # values of another metric tell nothing of this one
       self._history = state['history']
 
   def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:

@@ -229,9 +229,8 @@ def read_json(checkpoint: epath.Path) -> Description | None:
   dataset_state = read_dataset_state(checkpoint)
   if record.pop(_DIGEST, None) != checksum.json_digest([record, dataset_state]):
     raise ValueError('its record or its input position differs from what was saved')
-  step = record.pop(_STEP, None)  # None in older checkpoints
-  name = f'{PREFIX}_{step}'
-  if step is not None and name != checkpoint.name and re.fullmatch(_NAME, checkpoint.name):
+  name = f'{PREFIX}_{record.pop(_STEP)}'
+  if name != checkpoint.name and re.fullmatch(_NAME, checkpoint.name):
     raise ValueError(f'it is {name} under another name')
   checksums = record.pop(_CHECKSUMS)
   return Description(record, dataset_state, checksums)

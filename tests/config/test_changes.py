@@ -55,7 +55,6 @@ EARLY = "train.actions = {'TRAIN': [@EarlyStoppingAction()]}\nEarlyStoppingActio
     ('OURS = 3', '', ''),
     ('Integrator.num_samples = 8', '', 'Integrator.num_samples'),  # hidden by those of two scopes
     ("Integrator.method = 'sample'", 'Integrator.method', ''),
-    ("Integrator.implementation = 'pallas'", '', 'Integrator.implementation'),  # gone
     ('ours.remat = 3', 'ours.remat', ''),
   ],
 )

@@ -232,11 +232,6 @@ def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkey
     (RUN, ['HEAD = @HetXl()'], "matching reference '@HetXl()': did you mean HetXL?"),
     (RUN, ['HetXL.num_factor = 1'], "parameter named 'num_factor': did you mean num_factors?"),
     (
-      RUN,
-      ["Integrator.implementation = 'xla'"],
-      'Integrator.implementation: the fused kernels are gone: leave it out',
-    ),
-    (
       ['gin/heads/hetxl.gin'],
       [],
       'does not exist in .: choose from contrastive_det.gin, contrastive_h',

@@ -258,14 +258,6 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_read(tmp_path):
   assert (tmp_path / 'unreadable_checkpoint_12').exists()
 
 
-def test_a_checkpoint_that_does_not_name_its_step_is_read(tmp_path, monkeypatch):
-  seal = checkpoint_reader.seal
-  monkeypatch.setattr(checkpoint_reader, '_STEP', 'another entry')
-  save(tmp_path, 4)
-  monkeypatch.undo()
-  assert checkpoint_reader.seal is seal and checkpoint_reader.read_params(tmp_path)
-
-
 def test_a_run_without_a_usable_checkpoint_does_not_start_over(tmp_path):
   save(tmp_path, 1)
   words = r'params/head_bias .*\(16,\), .* \(32,\).*RestoreCheckpointConfig.path'
