@@ -145,10 +145,11 @@ def test_votes_are_evaluated_as_in_training(digits_run, run_main, tmp_path):
     '--batch_size=32',
     '--save_predictions',
     f'--output_dir={out}',
-    '--covariance_images=0',
+    '--covariance_images=1',
   )
   assert 'labels of several people' in printed and 'drawn from their shares' in printed
   (row,) = json.loads((out / 'results.json').read_text())
+  assert len(row['covariance']) == 1 and 'no_covariance' not in row
   run = runs.open_run(run_dir)
   with run.open_split('test', task=task, batch_size=32) as (batches, _):
     _, metrics = jax.jit(run.model.eval_fn)(run.params, next(batches))

@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # seqio imports TensorFlow, which labels do not need
 PADDING = 0
 END = 1  # seqio's token ids, the same in all supported vocabularies
 LABEL_FIELDS = 'label_weight', 'weight', 'annotator'  # what labels may have, see `Labels`
+# Features that have a column for each label; a mixed image has those of both images.
+OF_EACH_LABEL = frozenset({'label', 'label_weight', 'annotator', 'label_count'})
 _CAPTION_STREAM = 2**34  # folded into an example's key
 
 
@@ -30,6 +32,10 @@ class Labels:
   weight: float32 [B], the weight of each example in the training loss, if the source has one.
   annotator: int32 [B, L], for votes: who gave each, by the number in TaskInfo.annotators; -1 for
     none. The models here do not read it.
+  label_count: float32 [B, L], where images with several labels of equal weight are mixed: how many
+    labels the image of each label has, over how often it has this one. `label_weight` sums to 1
+    there, as the target of a softmax must; times `label_count` it is the share of the image, with
+    which a sigmoid has the class on.
   """
 
   noun = 'image'
@@ -41,6 +47,7 @@ class Labels:
       'label_weight': ((length,), np.float32, 0),
       'weight': ((), np.float32, 0),
       'annotator': ((length,), np.int32, -1),
+      'label_count': ((length,), np.float32, 0),
     }
     self.features: Features = {
       'label': ((length,), np.int32, -1),
@@ -61,10 +68,12 @@ class Labels:
       rows[name] = np.full((len(labels), *shape), padding, dtype)
       if name in given:
         rows[name][..., : width if shape else None] = given[name]
-      else:  # hard labels that are mixed; the votes of an image share a weight of 1
-        listed = given['label'] >= 0
-        count = listed.sum(1, keepdims=True) if 'annotator' in given else 1
-        rows[name][:, :width] = listed / np.maximum(count, 1)
+      else:  # hard labels that are mixed
+        label = given['label']
+        listed = label >= 0
+        count = np.maximum(listed.sum(1, keepdims=True), 1)
+        repeats = (label[:, :, None] == label[:, None]).sum(2)
+        rows[name][:, :width] = listed * (count / repeats if name == 'label_count' else 1 / count)
     return rows, [None] * len(labels)
 
 
@@ -97,7 +106,8 @@ def annotator_numbers(
     ValueError: a vote has no annotator, or an annotator has two votes for an example.
   """
   is_number = names.dtype.kind in 'iu'
-  missing = listed & (names < 0 if is_number else np.char.str_len(names.astype(str)) == 0)
+  names = names if is_number else names.astype(str)  # bytes, too
+  missing = listed & (names < 0 if is_number else names == '')
   if missing.any():
     i, j = np.argwhere(missing)[0]
     raise ValueError(f'{where}: vote {j + 1} of example {i} has no annotator.')

@@ -20,6 +20,7 @@ from het_plugin.rows import labels as labels_lib
 
 SPLIT_KEY = counter_random.base_key(20230127)  # a constant: splits must not change between runs
 VALIDATION_FRACTION = 0.1
+MOST_CHANNELS = 4  # more are rarely meant, see `check_channels`
 _NUM_DIGITS = 1797
 _SAMPLED_ROWS = 100  # for the version of features
 
@@ -127,14 +128,14 @@ def npz_source(path: str) -> ArraySource:
   """
   name = f'npz:{path}'
   with _reading(
-    name, path, 'label', optional=(*annotations.LABEL_FIELDS, 'class_name', 'split')
+    name, path, 'label', optional=(*annotations.LABEL_FIELDS, 'channels', 'class_name', 'split')
   ) as arrays:
     names = arrays['class_name'].astype(str) if 'class_name' in arrays.files else None
     if names is not None:
       if names.ndim != 1:
         raise ValueError(f'{name}: class_name is {names.shape}; it must be [K].')
       names = tuple(names.tolist())
-    num_images, common = _images_info(name, path)
+    num_images, common = _images_info(name, path, arrays)
     num_classes, labels, annotators = _labels(name, arrays, names, num_images)
     splits = _splits(name, arrays, num_images)
   fields = tuple(x for x in labels.dtype.names or () if x != 'label')
@@ -159,8 +160,8 @@ def npz_captions_source(path: str) -> ArraySource:
     ValueError: as npz_source.
   """
   name = f'npz_captions:{path}'
-  with _reading(name, path, 'caption', optional=('split',)) as arrays:
-    num_images, common = _images_info(name, path)
+  with _reading(name, path, 'caption', optional=('channels', 'split')) as arrays:
+    num_images, common = _images_info(name, path, arrays)
     shape, dtype = _header(path, 'caption')
     if dtype.kind != 'U' or len(shape) not in (1, 2) or shape[0] != num_images:
       raise ValueError(
@@ -173,9 +174,32 @@ def npz_captions_source(path: str) -> ArraySource:
   return ArraySource(name, functools.partial(_load, name, path, captions), splits, info)
 
 
-def channels_first(shape: Sequence[int]) -> bool:
-  """Whether images are [N, 1, S, S] or [N, 3, S, S], as in PyTorch, not rows of S channels."""
-  return len(shape) == 4 and shape[1] in (1, 3) and shape[2] == shape[3] > 4
+def check_channels(shape: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
+  """Raises ValueError if the last axis of images [N, H, W, C] need not be that of the channels.
+
+  Up to `MOST_CHANNELS` are taken as they are. More are taken only where the array `channels` of the
+  file says so: [N, 3, 32, 48] are as likely images of PyTorch.
+  """
+  if 'channels' in arrays:
+    stated = arrays['channels']
+    if stated.dtype.kind not in 'iu' or stated.size != 1:
+      raise ValueError(
+        f'channels is {stated.dtype} {list(stated.shape)}; it must be one integer, the number of '
+        'channels of each image'
+      )
+    count = shape[3] if len(shape) == 4 else 1
+    if int(stated.item()) != count:
+      raise ValueError(
+        f'channels is {stated.item()}, and image is {list(shape)}; it must be [N, H, W, C] with '
+        f'C = {stated.item()}'
+      )
+  elif len(shape) == 4 and shape[3] > MOST_CHANNELS:
+    looks = 'looks like channels first' if shape[1] <= MOST_CHANNELS else f'has C = {shape[3]}'
+    raise ValueError(
+      f'image is {list(shape)}, which {looks}; it must be [N, H, W, C]: '
+      f'image.transpose(0, 2, 3, 1) turns [N, C, H, W], and channels={shape[3]} in the file says '
+      'that the last axis is right'
+    )
 
 
 def fixed_split(num_examples: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
@@ -264,13 +288,17 @@ def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray, tupl
   return num_classes, annotations.with_fields(labels, **fields), annotators
 
 
-def _images_info(name: str, path: str) -> tuple[int, dict[str, Any]]:
+def _images_info(
+  name: str, path: str, arrays: Mapping[str, np.ndarray]
+) -> tuple[int, dict[str, Any]]:
   """The number of images, and the metadata that does not depend on labels or captions."""
   shape, dtype = _header(path, 'image')
   if len(shape) not in (3, 4) or 0 in shape:
     raise ValueError(f'{name}: image is {shape}; it must be [N, H, W] or [N, H, W, C].')
-  if channels_first(shape):
-    raise ValueError(f'{name}: image is {shape}, channels first; it must be [N, H, W, C].')
+  try:
+    check_channels(shape, arrays)
+  except ValueError as error:
+    raise ValueError(f'{name}: {error}.') from error
   if dtype != np.uint8 and dtype.kind != 'f':
     raise ValueError(f'{name}: image is {dtype}; it must be uint8, or float in [0, 1].')
   with zipfile.ZipFile(path) as archive:

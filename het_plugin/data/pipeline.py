@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from absl import flags
 
+from het_plugin.data import annotations as annotations_lib
 from het_plugin.data import reader, splits
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 
@@ -339,7 +340,7 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
     )
   spec = element_spec(cfg, examples.channels)
   for name, (shape, dtype, _) in annotations.features.items():
-    double = examples.mixture is not None and name in ('label', 'label_weight')
+    double = examples.mixture is not None and name in annotations_lib.OF_EACH_LABEL
     shape = (2 * shape[0],) if double else shape
     spec[name] = jax.ShapeDtypeStruct((cfg.batch_size, *shape), dtype)
   if load := getattr(task.examples, 'load', None):

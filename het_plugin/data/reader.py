@@ -116,7 +116,7 @@ class ExampleReader:
     batch, names = self._read(needed)
     pairs = rows.reshape(2, -1).T  # [B, 2]
     mixed = {name: x[pairs[:, 0]] for name, x in batch.items()}
-    for name in ('label', 'label_weight'):
+    for name in annotations_lib.OF_EACH_LABEL & batch.keys():
       mixed[name] = batch[name][pairs].reshape(len(positions), -1)
     base = counter_random.base_key(self.seed, _MIX_STREAM)
     keys = counter_random.fold(base, positions)

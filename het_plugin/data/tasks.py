@@ -82,6 +82,8 @@ class ImageTask:
     if self.vocabulary is None:
       fields = self.examples.info.label_fields
       if mixture and 'label_weight' not in fields:
+        if 'annotator' not in fields and lengths['label'] > 1:  # votes, or classes of a sigmoid
+          fields = (*fields, 'label_count')
         fields = (*fields, 'label_weight')
       annotated = annotations.Labels(lengths['label'], fields)
     else:

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from het_plugin.estimators import placement
-from het_plugin.estimators.targets import Shares
+from het_plugin.estimators.targets import Shares, as_array
 from het_plugin.measures import votes
 from het_plugin.rows import Rows, files
 
@@ -89,7 +89,7 @@ def labels_of_rows(x: Any, y: Any) -> np.ndarray:
     y = votes.shares(y.labels, y.num_classes, y.label_weight).view(Shares)
   if hasattr(y, 'toarray'):
     raise ValueError('y is sparse, but must be dense: give y.toarray()')
-  y = np.asanyarray(y)
+  y = as_array(y)
   if y.ndim not in (1, 2) or len(y) != len(x):
     raise ValueError(
       f'y has shape {y.shape}; it must be [{len(x)}] or [{len(x)}, ...], as X has {len(x)} rows: '

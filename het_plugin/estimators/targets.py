@@ -119,7 +119,9 @@ def encode(
     target = 'probabilities'
     num_more = 0 if classes is None else max(0, len(classes) - y.shape[1])
     y = np.pad(y, ((0, 0), (0, num_more)))
-  y = np.asarray(y)
+  y = np.asarray(as_array(y))
+  if y.dtype.kind == 'S' and classes is not None and classes.dtype.kind == 'U':
+    y = y.astype(str)
   if y.dtype.kind == 'O' and y.ndim == 2:  # as of pandas
     y = _of_objects(y, target)
   if y.dtype.kind == 'f' or y.dtype.name == 'bfloat16':
@@ -181,9 +183,27 @@ class Shares(np.ndarray):
   """Shares of the classes [N, K] that a file has as labels with weights."""
 
 
+def as_array(y: Any) -> np.ndarray:
+  """y as an array. Votes that are bytes become strings.
+
+  numpy makes the string 'nan' of a missing name in a list of names: a list of votes becomes
+  objects, and ValueError is raised for one of classes.
+  """
+  array = np.asanyarray(y)
+  if array.dtype.kind == 'U' and not isinstance(y, np.ndarray):
+    objects = np.asarray(y, object)
+    if array.ndim == 2:
+      return objects
+    if any(_is_none(x) for x in objects.ravel()):
+      raise ValueError('y must be all numbers or all strings, none missing')
+  return array.astype(str) if array.dtype.kind == 'S' and array.ndim == 2 else array
+
+
 def _of_objects(y, target):
   """Objects [N, L] as numbers or strings, with NaN or '' where a vote is missing."""
-  is_missing = np.array([[_is_none(x) for x in row] for row in y.tolist()])
+  decoded = [[x.decode() if isinstance(x, bytes) else x for x in row] for row in y.tolist()]
+  y = np.array(decoded, object)
+  is_missing = np.array([[_is_none(x) for x in row] for row in decoded])
   if is_missing.any() and (target == 'classes' or y.shape[1] == 1):
     raise ValueError('y must be all numbers or all strings, none missing')
   has_names = any(isinstance(x, str) for x in y.ravel())

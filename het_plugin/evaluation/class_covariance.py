@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the report of estimators does not need what a run needs
   from het_plugin.runs.run import Run
 
 PyTree = Any
+_OF_ROW = ('image', 'top', 'log_prob', 'correlation', 'with_anchor')
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,10 +100,13 @@ def look(
   compiled = run.per_example(compute, compute)
   for rows in compiled(run.params, local, batch_size):
     for i in np.flatnonzero(wanted(rows['index'])):
-      row = {name: x[i] for name, x in rows.items()}
-      row['label'] = row['label'][0]
-      row |= {name: int(row[name]) for name in ('index', 'label', 'anchor')}
-      found[row['index']] = ClassCovariance(**row)
+      index_of_row = int(rows['index'][i])
+      found[index_of_row] = ClassCovariance(
+        index=index_of_row,
+        label=int(rows['label'][i, 0]),
+        anchor=int(rows['anchor'][i]),
+        **{name: rows[name][i] for name in _OF_ROW},  # a batch may say more of its examples
+      )
     if len(found) >= bound:
       break
   if missing := sorted(set(index) - set(found)):

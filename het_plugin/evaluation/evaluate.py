@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from het_plugin import rows as rows_lib
 from het_plugin.evaluation import class_covariance, uncertainty_report
 from het_plugin.evaluation.names import naming, short_names
 from het_plugin.evaluation.uncertainty_report import Evaluation
-from het_plugin.measures import agreement, uncertainty
+from het_plugin.measures import agreement, uncertainty, votes
 from het_plugin.rows import Rows
 from het_plugin.runs.opening import Configuration, GinSettings
 from het_plugin.runs.per_example import match_channels
@@ -156,7 +157,7 @@ def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
     known = _open(stack, '', run, settings)
     if settings.ood_dataset:
       unknown = _open(stack, 'ood_', run, settings)
-    covariance = _covariance(run, settings)
+    covariance = _covariance_or_why_none(run, settings)
     others = ('location_top',) if knows_truth else ()
     scores, people = _score(keeping(predict(name, known, *others)), info.num_classes)
     if settings.ood_dataset:
@@ -196,7 +197,7 @@ def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
 def _right(part: Rows, truth: np.ndarray) -> dict[str, np.ndarray]:
   """Of each example of a part, bool [n], by its true class [n]."""
   return {
-    'clean_accuracy': part.log_prob.argmax(axis=1) == truth,
+    'clean_accuracy': votes.top_shares(part.log_prob)[np.arange(len(truth)), truth],
     'clean_accuracy_location': part['location_top'] == truth,
     'wrong_labels': part.label != truth,
   }
@@ -240,6 +241,22 @@ def _open(stack, prefix, run, settings, **changes) -> tuple[data.BatchIterator, 
     }
     opened = run.open_split(split, settings.max_examples, **{**given, **changes})
     return stack.enter_context(opened)
+
+
+def _covariance_or_why_none(run: runs.Run, settings: Settings) -> dict[str, Any]:
+  """As `_covariance`; a defect of what only the page shows is a note and leaves the tables.
+
+  Raises:
+    ValueError: an id of `covariance_index` does not exist.
+  """
+  try:
+    return _covariance(run, settings)
+  except Exception as error:
+    if settings.covariance_index and isinstance(error, ValueError):
+      raise
+    logging.getLogger(__name__).exception('There are no correlations of classes.')
+    reason = ' '.join(f'{type(error).__name__}: {error}'.split())
+    return {'no_covariance': f'its class correlations could not be computed ({reason}).'}
 
 
 def _covariance(run: runs.Run, settings: Settings) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from het_plugin import data, reporting, weights
 from het_plugin.data import preprocess
-from het_plugin.data.array_source import channels_first
+from het_plugin.data.array_source import check_channels
 from het_plugin.data.image_folder import SUFFIXES, image_files, read_bytes, typical_side
 from het_plugin.measures import uncertainty
 from het_plugin.rows import Rows
@@ -60,10 +60,7 @@ class Images:
             f'image is {images.dtype} {list(images.shape)}; it must be uint8, or floats in [0, 1], '
             '[N, H, W] or [N, H, W, C], with N = 1 for a single image'
           )
-        if channels_first(images.shape):
-          raise ValueError(
-            f'image is {list(images.shape)}, channels first; it must be [N, H, W, C]'
-          )
+        check_channels(images.shape, arrays)
         if images.dtype != np.uint8:
           if images.size and not (images.min() >= 0 and images.max() <= 1):  # NaN is neither
             raise ValueError(

@@ -18,7 +18,7 @@ from het_plugin.evaluation.candidates import (
   read_softmax_predictions,
   same_predictions,
 )
-from het_plugin.measures import fewshot, greedy_ensemble
+from het_plugin.measures import fewshot, greedy_ensemble, votes
 from het_plugin.measures import knn as neighbors
 from het_plugin.measures import rankme as effective_rank
 from het_plugin.measures.ranking import best_first, rank_agreement
@@ -268,5 +268,6 @@ def _mixture_scores(sources: Sequence[str], weights: np.ndarray) -> list[tuple[f
   scores = []
   for log_prob in log_probs:  # [N, K]
     nll = -np.take_along_axis(log_prob, label[:, None], axis=1).mean()
-    scores.append((float(nll), float(np.mean(log_prob.argmax(axis=1) == label))))
+    right = votes.top_shares(log_prob)[np.arange(len(label)), label]
+    scores.append((float(nll), float(right.mean())))
   return scores

@@ -6,9 +6,9 @@ https://arxiv.org/abs/2103.00020, section 3.1.4; Zhai et al. 2022,
 https://arxiv.org/abs/2111.07991). An image gets the class of the largest dot product (Collier et
 al. 2023, appendix A.2).
 
-Ranks are exact up to the rounding of the float32 dot products. Among equal scores the lower number
-comes first, as with a stable sort and argmax. A right answer whose score is NaN counts as wrong,
-and a wrong answer whose score is NaN comes first.
+Ranks are exact up to the rounding of the float32 dot products. The order of equal scores counts as
+random, so nothing depends on the numbering of classes or captions. A right answer whose score is
+NaN counts as wrong, and a wrong answer whose score is NaN comes first.
 """
 
 import dataclasses
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 RECALL_AT = (1, 5, 10)
 WAYS = ('image_to_text', 'text_to_image')
-NEVER = np.iinfo(np.int32).max  # the rank if no answer is right
 _BLOCK_ELEMENTS = 1 << 25  # scores held at once in float32: 128 MiB
 
 Tokenize = Callable[[Sequence[str]], np.ndarray]
@@ -43,7 +42,7 @@ class Accuracy:
   num_examples: int  # number of images
   num_classes: int  # K
   # number of classes whose texts have the same tokens as the texts of an earlier class. The
-  # model cannot tell them apart, and their images are wrong at 1
+  # model cannot tell them apart, so their images count as guessed among them
   classes_alike: int = 0
 
   def record(self) -> dict[str, Any]:
@@ -110,33 +109,59 @@ def normalized(x: np.ndarray, what: str) -> np.ndarray:
   return x / length
 
 
-def majority_mask(
-  label: jax.Array, num_classes: int, label_weight: jax.Array | None = None
-) -> jax.Array:
-  """bool [B, K]: whether class k has the largest share of label [B, L], as `votes.majority`."""
+def majority_weights(label: jax.Array, label_weight: jax.Array | None = None) -> jax.Array:
+  """How surely each label is the one with the largest share, float32 [B, L].
+
+  As `votes.majority_shares`: of m classes with equally many votes each has 1 / m, at the first of
+  its places. Labels and weights [B, L] are as in `votes.shares`; a row without labels has zeros.
+  """
   weight = jnp.ones(label.shape) if label_weight is None else label_weight
-  same = label[:, :, None] == jnp.arange(num_classes)
-  total = jnp.where(same, weight[:, :, None], 0.0).sum(axis=1)  # [B, K]
-  is_best = jnp.arange(num_classes) == jnp.argmax(total, axis=1, keepdims=True)
-  return is_best & (total > 0)
+  same = label[:, :, None] == label[:, None, :]  # [B, L, L]
+  total = jnp.where(same, weight[:, None, :], 0.0).sum(axis=2)
+  is_best = (label >= 0) & (total >= total.max(axis=1, keepdims=True) - 1e-6)
+  is_first = ~(same & jnp.tri(label.shape[1], k=-1, dtype=bool)).any(axis=2)
+  chosen = (is_best & is_first).astype(jnp.float32)
+  return chosen / jnp.maximum(chosen.sum(axis=1, keepdims=True), 1)
 
 
-def best_ranks(scores: jax.Array, right: jax.Array) -> jax.Array:
-  """The number of candidates that come before the best right one, int32 [B].
+def hit_rates(scores: jax.Array, right: jax.Array, ks: Sequence[int]) -> jax.Array:
+  """How surely a right candidate is among the first k, float32 [B, number of ks].
+
+  It is 0 or 1, but where candidates have equal scores: their order counts as random.
 
   Args:
     scores: [B, K]; higher is better.
-    right: bool [B, K]. The result is NEVER if nothing is right or a right score is NaN.
+    right: bool [B, K]. The result is 0 if nothing is right or a right score is NaN.
+    ks: numbers of candidates.
   """
   # Comparisons instead of a sort, which would gather candidates that are sharded over the mesh.
   own = jnp.where(right, scores, -jnp.inf).max(axis=1, keepdims=True)  # [B, 1]; NaN stays
-  place = jnp.arange(scores.shape[1])
   tied = scores == own
-  first = jnp.where(right & tied, place, scores.shape[1]).min(axis=1, keepdims=True)
-  before = ~(scores <= own) | (tied & (place < first))
-  rank = before.sum(axis=1, dtype=jnp.int32)
+  before = (~(scores <= own)).sum(axis=1)
+  num_tied = tied.sum(axis=1)
+  num_wrong = (tied & ~right).sum(axis=1)
   possible = right.any(axis=1) & ~jnp.isnan(own[:, 0])
-  return jnp.where(possible, rank, NEVER)
+  found = []
+  for k in ks:
+    # Without a right one, each place that the tied ones get has one of their wrong ones.
+    miss = jnp.ones(len(scores))
+    for i in range(k):
+      is_place = i < jnp.minimum(k - before, num_tied)
+      share = jnp.maximum(num_wrong - i, 0) / jnp.maximum(num_tied - i, 1)
+      miss = jnp.where(is_place, miss * share, miss)
+    found.append(jnp.where(possible, 1 - miss, 0.0))
+  return jnp.stack(found, axis=1)
+
+
+def class_hit_rates(
+  scores: jax.Array, label: jax.Array, label_weight: jax.Array | None, ks: Sequence[int]
+) -> jax.Array:
+  """`hit_rates` [B, number of ks] of the class with the most votes, see `majority_weights`."""
+  classes = jnp.arange(scores.shape[1])
+  columns = zip(label.T, majority_weights(label, label_weight).T, strict=True)
+  return sum(
+    weight[:, None] * hit_rates(scores, one[:, None] == classes, ks) for one, weight in columns
+  )
 
 
 def similarity(queries: jax.Array, candidates: jax.Array) -> jax.Array:
@@ -149,15 +174,16 @@ def similarity(queries: jax.Array, candidates: jax.Array) -> jax.Array:
   )
 
 
-def embedding_ranks(
-  queries: np.ndarray, candidates: np.ndarray, right: 'sparse.csr_array'
+def embedding_hit_rates(
+  queries: np.ndarray, candidates: np.ndarray, right: 'sparse.csr_array', ks: Sequence[int]
 ) -> np.ndarray:
-  """`best_ranks` of the dot products of embeddings, a block of queries at a time: int32 [N].
+  """`hit_rates` of the dot products of embeddings, a block of queries at a time: [N, number of ks].
 
   Args:
     queries: [N, D].
     candidates: [M, D]. Equal rows have equal scores, to the bit.
     right: bool [N, M], sparse.
+    ks: numbers of candidates.
   """
   # The rounding of a column may depend on its position, so equal candidates are computed once.
   distinct, column = np.unique(np.asarray(candidates, np.float32), axis=0, return_inverse=True)
@@ -168,7 +194,7 @@ def embedding_ranks(
   for start in range(0, len(queries), block):
     rows = slice(start, start + block)
     scores = (queries[rows] @ distinct.T)[:, column]
-    found.append(np.asarray(best_ranks(scores, right[rows].toarray())))
+    found.append(np.asarray(hit_rates(scores, right[rows].toarray(), ks)))
   return np.concatenate(found)
 
 
@@ -184,9 +210,9 @@ def retrieval_recall(
   """Recall at k from images to captions and from captions to images.
 
   As is usual for Flickr30k and COCO, a caption is right only for the image that it was written for:
-  an equal caption of another image is wrong, and of the two the lower number comes first. With
-  `identical_captions_right`, which suits captions made of class names, a caption is right for all
-  images that have an equal caption.
+  an equal caption of another image is wrong, and which of the two comes first counts as random.
+  With `identical_captions_right`, which suits captions made of class names, a caption is right for
+  all images that have an equal caption.
 
   Args:
     image_embeddings: float32 [N, D].
@@ -216,17 +242,21 @@ def retrieval_recall(
   if identical_captions_right:
     says = sparse.csr_array((np.ones(M, np.int32), (np.arange(M), text.reshape(-1))))
     owner = (says @ (says.T @ owner.astype(np.int32))).astype(bool).tocsr()
+
+  def found(queries: np.ndarray, candidates: np.ndarray, right: Any) -> dict[int, float]:
+    return mean_hits(embedding_hit_rates(queries, candidates, right, ks), ks)
+
   images = np.unique(caption_image)
   of_image = owner.T.tocsr()[images]
   return Recall(
-    hits(embedding_ranks(image_embeddings[images], caption_embeddings, of_image), ks),
-    hits(embedding_ranks(caption_embeddings, image_embeddings, owner), ks),
+    found(image_embeddings[images], caption_embeddings, of_image),
+    found(caption_embeddings, image_embeddings, owner),
     num_images=N,
     num_captions=M,
     captions_alike=M - int(text.max()) - 1,
   )
 
 
-def hits(ranks: np.ndarray, ks: Sequence[int]) -> dict[int, float]:
-  """{k: the share of ranks [N] below k}."""
-  return {k: float(np.mean(ranks < k)) for k in ks}
+def mean_hits(rates: np.ndarray, ks: Sequence[int]) -> dict[int, float]:
+  """{k: the mean over the queries} of `hit_rates` [N, number of ks]."""
+  return dict(zip(ks, rates.mean(axis=0, dtype=np.float64).tolist(), strict=True))

@@ -16,6 +16,8 @@ from het_plugin.rows import of_batch, ordered
 from het_plugin.runs.per_example import Columns, PerExample
 from het_plugin.runs.run import Run
 
+_TOP = (1, 5)  # the k of `zeroshot.Accuracy`
+
 
 @dataclasses.dataclass(frozen=True)
 class ZeroShotDataset:
@@ -147,7 +149,7 @@ class ZeroShotEvaluator:
     info = task_info(dataset.task)
     multi_label = info.multi_label and not info.annotators
 
-    def rank(given, batch):
+    def hits_of(given, batch):
       params = given['params']
       classes = given['classes']  # [K, D]
       if num_samples:
@@ -155,12 +157,12 @@ class ZeroShotEvaluator:
       else:
         scores = zeroshot.similarity(model.image_embeddings(params, batch), classes)
       label = batch['label']
-      num_classes = classes.shape[0]
       if multi_label:
-        right = (label[:, :, None] == jnp.arange(num_classes)).any(axis=1)  # [B, K]
+        right = (label[:, :, None] == jnp.arange(classes.shape[0])).any(axis=1)  # [B, K]
+        hits = zeroshot.hit_rates(scores, right, _TOP)
       else:  # several labels are votes or shares of them
-        right = zeroshot.majority_mask(label, num_classes, batch.get('label_weight'))
-      return {'rank': zeroshot.best_ranks(scores, right), 'labelled': (label >= 0).any(axis=1)}
+        hits = zeroshot.class_hit_rates(scores, label, batch.get('label_weight'), _TOP)
+      return {'hits': hits, 'labelled': (label >= 0).any(axis=1)}
 
     names = _class_names(dataset)
     templates = prompts.get_templates(dataset.templates)
@@ -170,7 +172,7 @@ class ZeroShotEvaluator:
     replicated = NamedSharding(run.partitioner.mesh, PartitionSpec())
     classes = jax.make_array_from_callback(embeddings.shape, replicated, lambda i: embeddings[i])
     specs = {'params': run.param_specs, 'classes': PartitionSpec()}
-    compute = run.per_example(('zeroshot.rank', num_samples, multi_label), rank, specs)
+    compute = run.per_example(('zeroshot.hits', num_samples, multi_label), hits_of, specs)
     given = {'params': run.params, 'classes': classes}
     rows = self._read(run, compute, given, dataset, on_rows)
     missing = len(rows['labelled']) - int(rows['labelled'].sum())
@@ -179,8 +181,8 @@ class ZeroShotEvaluator:
         f'{missing} of the {len(rows["labelled"])} examples of {dataset.task} have no label in the '
         f'split {dataset.split!r}: choose another split'
       )
-    found = zeroshot.hits(rows['rank'], (1, 5))
-    return zeroshot.Accuracy(found[1], found[5], len(rows['rank']), len(names), alike)
+    found = zeroshot.mean_hits(rows['hits'], _TOP)
+    return zeroshot.Accuracy(found[1], found[5], len(rows['hits']), len(names), alike)
 
   def _retrieve(self, run, dataset, on_rows) -> zeroshot.Recall:
     def embed_images(params, batch):

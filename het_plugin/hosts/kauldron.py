@@ -164,9 +164,12 @@ class CalibrationError(kd.metrics.Metric):
         f'{list(labels.shape)}'
       )
     mask = jnp.ones_like(labels) if mask is None else mask
+    # Of m equally probable classes each is the answer with probability 1 / m.
+    is_top = logits == logits.max(-1, keepdims=True)
+    hit = jnp.take_along_axis(is_top, labels, axis=1)[:, 0]
     return self.State(
       confidence=jax.nn.softmax(logits).max(-1),
-      correct=logits.argmax(-1) == labels[:, 0],
+      correct=hit / is_top.sum(-1),
       mask=mask[:, 0],
     )
 

@@ -27,7 +27,7 @@ class AgreementScores:
 
   soft_label_nll: np.ndarray  # float64 [N], nats
   confidence: np.ndarray  # float [N], log p of the most probable class
-  right: np.ndarray  # bool [N], whether that class has the most votes
+  right: np.ndarray  # float64 [N], whether that class has the most votes; less where there are ties
   entropy: np.ndarray  # float64 [N], nats, of the model
   entropy_of_people: np.ndarray | None  # the same of the votes; None with one label an example
   bins: np.ndarray  # float64 [3, K, 15]: number, sum of p_k and number of y = k, by bins of p_k
@@ -49,13 +49,13 @@ def score_examples(
   for rows, log_p in uncertainty.blocks(log_prob):
     weight = None if label_weight is None else label_weight[rows]
     t = votes.shares(labels[rows], num_classes, weight)  # [n, K]
-    label = t.argmax(axis=1)
+    majority = votes.majority_shares(t)  # [n, K]
     p = np.exp(log_p)
     # People with the same votes for other classes have ties, which rounding would break at random.
     entropies = [special.entr(x).sum(axis=1).round(9) for x in (p, t)]
-    right = log_p.argmax(axis=1) == label
+    right = (votes.top_shares(log_p) * majority).sum(axis=1)
     parts.append((soft_label_nll(log_p, t), log_p.max(axis=1), right, *entropies))
-    bins += _class_bins(p, label)
+    bins += _class_bins(p, majority)
   nll, confidence, right, entropy, of_people = map(np.concatenate, zip(*parts, strict=True))
   several = labels.shape[1] > 1
   return AgreementScores(nll, confidence, right, entropy, of_people if several else None, bins)
@@ -100,7 +100,8 @@ def summarize(scores: AgreementScores, ood_log_prob: np.ndarray | None = None) -
     'soft_label_nll', 'disagreement_correlation' (only where an example has several labels),
     'correctness_auroc' (that a right answer is more confident than a wrong one),
     'selective_accuracy' at coverage 0.8, 'classwise_ece', and 'ood_auroc' (that an example is more
-    confident than one of another distribution). Right is the class with the most votes. An AUROC is
+    confident than one of another distribution). Right is the class with the most votes; of classes
+    with equally many, and of equally probable ones, each counts its share. An AUROC is
     NaN if there is nothing to tell apart, as where every answer is right, and the correlation where
     people agree on every example.
   """
@@ -113,7 +114,7 @@ def summarize(scores: AgreementScores, ood_log_prob: np.ndarray | None = None) -
     found['disagreement_correlation'] = (
       float(stats.spearmanr(*both).statistic) if varies else np.nan
     )
-  found['correctness_auroc'] = uncertainty.auroc(top[right], top[~right])
+  found['correctness_auroc'] = uncertainty.auroc(top, top, right, 1.0 - right)
   risk = uncertainty.risk_coverage(top, right)
   found['selective_accuracy'] = float(1.0 - risk[int(np.ceil(COVERAGE * len(risk))) - 1])
   found['classwise_ece'] = _classwise_ece(scores.bins)
@@ -132,16 +133,18 @@ def classwise_ece(log_prob: np.ndarray, label: np.ndarray) -> float:
   return _classwise_ece(score_examples(log_prob, label[:, None]).bins)
 
 
-def _class_bins(p: np.ndarray, label: np.ndarray) -> np.ndarray:
-  """Number, sum of p_k and number of y = k for each class and bin of p [n, K], [3, K, 15]."""
+def _class_bins(p: np.ndarray, majority: np.ndarray) -> np.ndarray:
+  """Number, sum of p_k and number of y = k for each class and bin of p [n, K], [3, K, 15].
+
+  `majority` [n, K] is `votes.majority_shares`.
+  """
   num_classes = p.shape[1]
   size = num_classes * uncertainty.NUM_BINS
   place = uncertainty.bin_numbers(p) + np.arange(num_classes) * uncertainty.NUM_BINS  # [n, K]
-  own = place[np.arange(len(p)), label]
   found = [
     np.bincount(place.ravel(), minlength=size),
     np.bincount(place.ravel(), weights=p.ravel(), minlength=size),
-    np.bincount(own, minlength=size),
+    np.bincount(place.ravel(), weights=majority.ravel(), minlength=size),
   ]
   return np.stack(found).reshape(3, num_classes, uncertainty.NUM_BINS)
 

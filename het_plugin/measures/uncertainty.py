@@ -7,7 +7,7 @@ values are None, such as the standard error of one example.
 
     NLL          -log p(y), nats; sigmoid: the binary cross-entropies summed over the classes
     precision@k  softmax: y is among the k most probable classes; sigmoid: the share of the k most
-                 probable classes that are labels; of equal ones the lower number comes first
+                 probable classes that are labels
     ranking AP   sigmoid only: label ranking average precision
     Brier        sum_k (p_k - [y = k])^2, in [0, 2] under softmax (Brier 1950)
     ECE          Guo et al. 2017, https://arxiv.org/abs/1706.04599, eq. 3, 15 bins of equal width
@@ -20,7 +20,8 @@ values are None, such as the standard error of one example.
                  (Liang et al. 2018, https://arxiv.org/abs/1706.02690)
 
 The confidence is the probability of the most probable class, which is right if it is a label. Equal
-confidences count as if their order were random, and half in an AUROC.
+probabilities and equal confidences count as if their order were random (`votes.top_shares`), and
+half in an AUROC.
 
 Under a softmax, several labels of an example are votes or a distribution. Each measure is then its
 mean over a label drawn from their shares t (`votes.shares`), as in the evaluation of a training:
@@ -317,15 +318,26 @@ def risk_coverage(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
   return np.repeat(rate, size).cumsum() / np.arange(1, len(confidence) + 1)
 
 
-def auroc(positive: np.ndarray, negative: np.ndarray) -> float | None:
+def auroc(
+  positive: np.ndarray,
+  negative: np.ndarray,
+  positive_weight: np.ndarray | None = None,
+  negative_weight: np.ndarray | None = None,
+) -> float | None:
   """Probability that a score of `positive` [N] exceeds a score of `negative` [M]; ties count half.
 
-  None if one of the two is empty.
+  Scores may have weights, both or none. None if one of the two is empty or has no weight.
   """
+  weight = None
+  if positive_weight is not None and negative_weight is not None:
+    positive = positive[positive_weight > 0]
+    negative = negative[negative_weight > 0]
+    both = positive_weight[positive_weight > 0], negative_weight[negative_weight > 0]
+    weight = np.concatenate(both)
   if not len(positive) or not len(negative):
     return None
   is_positive, scores = _labelled(positive, negative)
-  return float(metrics.roc_auc_score(is_positive, scores))
+  return float(metrics.roc_auc_score(is_positive, scores, sample_weight=weight))
 
 
 def roc(positive: np.ndarray, negative: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -385,7 +397,6 @@ def _score(log_p, labels, index, link, ks, label_weight, expected_entropy, nll) 
     labels = _distinct(labels)
   is_label = votes.indicator(labels, num_classes)
   target = votes.shares(labels, num_classes, label_weight) if softmax else is_label  # [n, K]
-  top = log_p.argmax(axis=1)
   log_q = log1mexp(log_p)
   if nll is not None:
     nll = nll.astype(np.float64)
@@ -397,7 +408,6 @@ def _score(log_p, labels, index, link, ks, label_weight, expected_entropy, nll) 
     brier = np.exp(2 * np.where(is_label, log_q, log_p)).sum(axis=1)
   else:
     brier = np.square(np.exp(log_p) - target).sum(axis=1)
-  rank = _ranks(log_p, labels)  # [n, L]
   shares = None
   weight = 1.0
   if softmax:
@@ -410,25 +420,30 @@ def _score(log_p, labels, index, link, ks, label_weight, expected_entropy, nll) 
     shares=shares,
     nll=nll + 0.0,  # a label of probability 1 has 0, not -0
     brier=brier,
-    precision={k: ((rank < k) * weight).sum(axis=1) / (1 if softmax else k) for k in ks},
-    correct=target[np.arange(len(top)), top].astype(np.float64),
+    precision={
+      k: (among * weight).sum(axis=1) / (1 if softmax else k)
+      for k, among in _among_first(log_p, labels, ks).items()
+    },
+    correct=(target * votes.top_shares(log_p)).sum(axis=1),
     ranking_ap=None if softmax else _ranking_ap(log_p, labels, is_label),
     uncertainty=_uncertainty(log_p, link, expected_entropy),
   )
 
 
-def _ranks(log_p: np.ndarray, labels: np.ndarray) -> np.ndarray:
-  """How many classes come before each label, [N, L]; K for padding.
+def _among_first(log_p: np.ndarray, labels: np.ndarray, ks: Sequence[int]) -> dict[int, np.ndarray]:
+  """How surely each label is among the k most probable classes, {k: float64 [N, L]}; 0 for padding.
 
-  More probable classes come first, and of equally probable classes the lower number.
+  Of t equally probable classes of which j are among the k, each is with j / t.
   """
-  classes = np.arange(log_p.shape[1])
-  ranks = np.full(labels.shape, log_p.shape[1])
+  found = {k: np.zeros(labels.shape) for k in ks}
   for column, label in enumerate(labels.T):
     at_label = np.take_along_axis(log_p, np.maximum(label, 0)[:, None], axis=1)
-    before = (log_p > at_label) | ((log_p == at_label) & (classes < label[:, None]))
-    ranks[:, column] = np.where(label >= 0, before.sum(axis=1), log_p.shape[1])
-  return ranks
+    before = (log_p > at_label).sum(axis=1)
+    equal = (log_p == at_label).sum(axis=1)
+    for k in ks:
+      among = np.clip((k - before) / equal, 0.0, 1.0)
+      found[k][:, column] = np.where(label >= 0, among, 0.0)
+  return found
 
 
 def _ranking_ap(log_p: np.ndarray, labels: np.ndarray, is_label: np.ndarray) -> np.ndarray:

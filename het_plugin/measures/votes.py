@@ -45,6 +45,31 @@ def indicator(labels: np.ndarray, num_classes: int) -> np.ndarray:
   return on
 
 
+def top_shares(scores: np.ndarray) -> np.ndarray:
+  """How surely each class is the one with the largest score, float64 [N, K].
+
+  The one rule for equal scores, and for classes with equally many votes: m of them share the first
+  place, each with 1 / m. So no measure depends on the numbering of the classes.
+
+      >>> import numpy as np
+      >>> from het_plugin.measures import votes
+      >>> votes.top_shares(np.array([[0.2, 0.4, 0.4], [0.1, 0.7, 0.2]]))
+      array([[0. , 0.5, 0.5],
+             [0. , 1. , 0. ]])
+
+  Args:
+    scores: float [N, K], such as log-probabilities or `shares`. Those of a row with NaN are NaN.
+  """
+  is_top = scores == scores.max(axis=1, keepdims=True)
+  with np.errstate(invalid='ignore'):
+    return is_top / is_top.sum(axis=1, keepdims=True)
+
+
+def majority_shares(shares: np.ndarray) -> np.ndarray:
+  """How surely each class has the most votes, float64 [N, K], from `shares`; see `top_shares`."""
+  return top_shares(shares.round(6))  # sums of float32 weights differ by rounding
+
+
 def has_shares(labels: np.ndarray, label_weight: np.ndarray | None) -> bool:
   """Whether an example has several labels of different weights; arguments as in `shares`."""
   if label_weight is None or labels.shape[1] < 2:
@@ -56,18 +81,17 @@ def has_shares(labels: np.ndarray, label_weight: np.ndarray | None) -> bool:
 
 
 def majority(labels: np.ndarray, label_weight: np.ndarray | None = None) -> np.ndarray:
-  """The label with the largest share of each example, int [N]; of equal ones the smallest.
+  """The label with the largest share of each example, int [N]; of equal ones the first in its row.
 
-  Labels and weights [N, L] are as in `shares`; examples without labels have -1.
+  Labels and weights [N, L] are as in `shares`; examples without labels have -1. It is for what
+  needs one class; a measure takes `majority_shares`.
   """
   if labels.shape[1] == 1:
     return labels[:, 0]
   weight = np.ones(labels.shape) if label_weight is None else label_weight
   same = labels[:, :, None] == labels[:, None, :]  # [N, L, L]
   total = np.where(labels >= 0, (same * weight[:, None, :]).sum(axis=2), -np.inf)
-  is_best = (total == total.max(axis=1, keepdims=True)) & (labels >= 0)
-  best = np.where(is_best, labels, np.iinfo(labels.dtype).max).min(axis=1)
-  return np.where((labels >= 0).any(axis=1), best, -1).astype(labels.dtype)
+  return labels[np.arange(len(labels)), total.round(6).argmax(axis=1)]
 
 
 def check_labels(labels: np.ndarray, num_classes: int, link: str, index: np.ndarray) -> None:

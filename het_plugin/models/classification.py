@@ -219,17 +219,15 @@ class ClassificationModel:
     mask = batches.mask(batch)
     logits, _ = self._logits(params, batch)
     log_prob = self._log_prob(logits, batch)
-    top = jnp.argmax(log_prob, -1)
-    top_log_prob = jnp.max(log_prob, -1)  # [B]
+    target = soft_labels.targets(batch, logits)
     if logits.link == 'sigmoid':  # near p = 1, log(1 - p) cannot be computed from log p
       nll = soft_labels.nll(self.eval_integrator, logits, batch, self._eval_keys(batch))
     else:
-      target = soft_labels.targets(batch, logits)
       nll = jnp.where(target == 0, 0.0, -target * log_prob).sum(-1)
-    correct = soft_labels.correct(top, batch, logits.link)
+    correct = soft_labels.right(log_prob, target)
     metrics = metrics_lib.base_metrics(nll, correct, logits.temperature, mask)
     metrics['ece'] = metrics_lib.ExpectedCalibrationError.from_model_output(
-      jnp.exp(top_log_prob), correct, mask=mask
+      jnp.exp(log_prob.max(-1)), correct, mask=mask
     )
     if logits.link == 'softmax' and ('label_weight' in batch or batch['label'].shape[-1] > 1):
       metrics['disagreement'] = metrics_lib.DisagreementCorrelation.from_model_output(

@@ -1,7 +1,9 @@
 """Losses and accuracies of labels with weights: votes, soft labels, mixed images, label smoothing.
 
 B examples, K classes (Kp with padding), L labels. Labels are int32 [B, L], padded with -1; weights
-float32 [B, L] are the probabilities of the labels, 0 for padding.
+float32 [B, L] are the probabilities of the labels, 0 for padding. `label_count` float32 [B, L] is
+there where images with several labels of equal weight are mixed: the number of labels of the image
+that a label is from (`data.annotations.Labels`).
 """
 
 from collections.abc import Mapping
@@ -28,6 +30,8 @@ def targets(batch: Batch, logits: GaussianLogits, smoothing: float = 0.0) -> jax
   """
   labels = batch['label']
   weights = batch.get('label_weight', jnp.ones(labels.shape, jnp.float32))
+  if logits.link == 'sigmoid':  # each class of a mixed image is on with the share of its image
+    weights = weights * batch.get('label_count', 1.0)
   classes = jnp.arange(logits.location.shape[-1])
   target = jnp.where(labels[..., None] == classes, weights[..., None], 0.0).sum(1)  # [B, Kp]
   real = classes < logits.num_classes
@@ -71,15 +75,30 @@ def nll(
   return expected_nll(integrator, logits, targets(batch, logits, smoothing), keys)
 
 
+def right(log_prob: jax.Array, target: jax.Array) -> jax.Array:
+  """The probability that the most probable class is the label, float32 [B].
+
+  Args:
+    log_prob: float32 [B, Kp], -inf for padding. Of m equally probable classes each counts 1 / m, as
+      in `measures.votes.top_shares`.
+    target: `targets` [B, Kp].
+  """
+  is_top = log_prob == log_prob.max(-1, keepdims=True)
+  share = jnp.where(is_top & (target > 0), target, 0.0).sum(-1)
+  return share / jnp.maximum(is_top.sum(-1), 1)
+
+
 def correct(classes: jax.Array, batch: Batch, link: str) -> jax.Array:
   """The probability that each class, int32 [B], is the label, float32 [B].
 
   It is the weight of the class or, without weights, its share of the votes (softmax), or whether it
-  is among the labels (sigmoid).
+  is among the labels (sigmoid). It needs no array [B, K], as `right` does.
   """
   same = classes[:, None] == batch['label']  # [B, L]
   if 'label_weight' in batch:
     weight = jnp.where(batch['label'] >= 0, batch['label_weight'], 0.0)
+    if link == 'sigmoid':
+      weight = weight * batch.get('label_count', 1.0)
     total = 1.0 if link == 'sigmoid' else jnp.maximum(weight.sum(-1), 1e-12)  # as in `targets`
     return jnp.where(same, weight, 0.0).sum(-1) / total
   if link == 'sigmoid':

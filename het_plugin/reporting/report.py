@@ -132,21 +132,34 @@ class Report:
     folder = Path(output_dir) if output_dir else None
     for path in filter(None, (json, folder and folder / 'results.json')):
       write_json(self.json, path)
+    if folder:
+      _replace(folder / 'results.txt', f'{self.text()}\n'.encode())
     if not (png or html or folder):
       return
-    figures = self.draw()
+    try:
+      figures = self.draw()
+    except Exception:
+      # No number is lost with a plot; what went wrong is shown as any other defect.
+      page = self.page(program).encode()
+      for path in filter(None, (html, folder and folder / 'index.html')):
+        _replace(path, page)
+      raise
     page = self.page(program, figures.values()).encode()
     files = {html: page, png: next(iter(figures.values())).pngs[0] if png else b''}
     if folder:
-      files |= {folder / 'index.html': page, folder / 'results.txt': f'{self.text()}\n'.encode()}
+      files[folder / 'index.html'] = page
       for name, figure in figures.items():
         for i, one in enumerate(figure.pngs, 1):
           files[folder / (f'{name}_{i}.png' if len(figure.pngs) > 1 else f'{name}.png')] = one
     for path in filter(None, files):
-      with weights.replacing(path) as unfinished:
-        unfinished.write_bytes(files[path])
+      _replace(path, files[path])
     if folder:
       print(f'\nThe same with plots: {folder / "index.html"}')
+
+
+def _replace(path: str | Path, content: bytes) -> None:
+  with weights.replacing(path) as unfinished:
+    unfinished.write_bytes(content)
 
 
 def _file(name: str) -> str:

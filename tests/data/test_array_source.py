@@ -1,11 +1,13 @@
 import dataclasses
 import pathlib
 import pickle
+import types
 
 import numpy as np
 import pytest
 
 from het_plugin.data import DatasetConfig, array_source, get_dataset
+from het_plugin.models import soft_labels
 
 
 def write(path, **arrays):
@@ -99,9 +101,10 @@ def test_soft_labels_votes_and_example_weights(tmp_path):
   assert not batch['label_weight'][3].any() and (batch['label'][3] == -1).all()
 
 
-def test_votes_with_annotators(tmp_path):
+@pytest.mark.parametrize('kind', ['U', 'S'])
+def test_votes_with_annotators(tmp_path, kind):
   votes = np.array([[0, 2], [1, -1], [2, 2]])
-  who = np.array([['eva', 'ben'], ['ben', ''], ['ada', 'eva']])
+  who = np.array([['eva', 'ben'], ['ben', ''], ['ada', 'eva']]).astype(kind)
   path = write(tmp_path / 'a.npz', image=images(3), label=votes, annotator=who, split=['train'] * 3)
   info = array_source.npz_source(path).info
   assert info.annotators == ('ada', 'ben', 'eva') and info.label_fields == ('annotator',)
@@ -112,15 +115,20 @@ def test_votes_with_annotators(tmp_path):
   np.testing.assert_array_equal(batch['label'][2], [2, 2, -1])
 
 
+@pytest.mark.parametrize('augmentation', ['mixup', 'cutmix'])
+@pytest.mark.parametrize('named', [False, True])
 @pytest.mark.parametrize('weight', [None, [10.0, 1.0], [1.0, 0.0]])
-def test_mixed_images_with_votes_keep_their_shares_and_weights(tmp_path, weight):
+def test_mixed_images_with_votes_keep_their_shares_and_weights(
+  tmp_path, weight, named, augmentation
+):
   votes = np.array([[0, 0], [1, -1]])
   who = np.array([[5, 6], [5, -1]])
   image = np.stack([np.zeros((6, 6, 1)), np.ones((6, 6, 1))])  # black is class 0
-  arrays = {'image': image, 'label': votes, 'annotator': who, 'split': ['train'] * 2}
+  arrays = {'image': image, 'label': votes, 'split': ['train'] * 2}
+  arrays |= {'annotator': who} if named else {}
   path = write(tmp_path / 'a.npz', **arrays, **({} if weight is None else {'weight': weight}))
   lengths = {'image': 6, 'label': 2}
-  cfg = DatasetConfig(path, lengths, 'train', 2, augmentations=('mixup',), shuffle=False)
+  cfg = DatasetConfig(path, lengths, 'train', 2, augmentations=(augmentation,), shuffle=False)
   batch = next(get_dataset(cfg))
   white = (batch['image'].mean((1, 2, 3)) + 1) / 2
   for k, share in ((0, 1 - white), (1, white)):
@@ -129,6 +137,31 @@ def test_mixed_images_with_votes_keep_their_shares_and_weights(tmp_path, weight)
       of_class = of_class * batch['weight']
       share = share * weight[k]
     np.testing.assert_allclose(of_class, share, rtol=1e-4)
+  if named:
+    assert batch['annotator'].shape == batch['label'].shape
+  elif weight is None:  # the labels may also be classes that a sigmoid has on at once
+    logits = types.SimpleNamespace(location=np.zeros((2, 2)), link='sigmoid', num_classes=2)
+    on = soft_labels.targets(batch, logits)
+    np.testing.assert_allclose(on, np.stack([1 - white, white], 1), rtol=1e-4)
+
+
+def test_several_classes_of_mixed_images(tmp_path):
+  """A class of a mixed image is on with the share of its image, however many others are on."""
+  image = np.stack([np.zeros((6, 6, 1)), np.ones((6, 6, 1))])
+  label = np.array([[0, 1, 2], [3, -1, -1]])
+  path = write(tmp_path / 'a.npz', image=image, label=label, split=['train'] * 2)
+  lengths = {'image': 6, 'label': 3}
+  cfg = DatasetConfig(path, lengths, 'train', 2, augmentations=('mixup',), shuffle=False)
+  batch = next(get_dataset(cfg))
+  white = (batch['image'].mean((1, 2, 3)) + 1) / 2
+  black = 1 - white
+  for link, one in {'softmax': black / 3, 'sigmoid': black}.items():
+    logits = types.SimpleNamespace(location=np.zeros((2, 4)), link=link, num_classes=4)
+    target = soft_labels.targets(batch, logits)
+    np.testing.assert_allclose(target, np.stack([one, one, one, white], 1), rtol=1e-4)
+    np.testing.assert_allclose(
+      soft_labels.correct(np.array([1, 3]), batch, link), target[[0, 1], [1, 3]], rtol=1e-5
+    )
 
 
 BAD_FILES = {
@@ -170,10 +203,6 @@ BAD_FILES = {
     'image': images(2),
     'label': np.eye(3, dtype=int)[:2],
     'class_name': ['a', 'b', 'c'],
-  },
-  r'image is \(2, 3, 8, 8\), channels first': {
-    'image': np.zeros((2, 3, 8, 8)),
-    'label': np.zeros(2, int),
   },
   r'image is \(2, 4\); .*\[N, H, W\]': {'image': np.zeros((2, 4)), 'label': np.zeros(2, int)},
 }
@@ -239,3 +268,30 @@ def test_bad_npz_captions(tmp_path, message):
   path = write(tmp_path / 'a.npz', **BAD_CAPTIONS[message])
   with pytest.raises(ValueError, match=f'npz_captions:{path}.*{message}'):
     array_source.npz_captions_source(path)
+
+
+@pytest.mark.parametrize(
+  ('shape', 'channels', 'message'),
+  [
+    ((2, 8, 8), None, None),
+    ((2, 3, 8, 3), None, None),
+    ((2, 8, 6, 4), 4, None),
+    ((2, 8, 6, 12), 12, None),
+    ((2, 3, 32, 48), None, r'\[2, 3, 32, 48\], which looks like channels first; .*\(0, 2, 3, 1\)'),
+    ((2, 1, 28, 30), None, 'looks like channels first'),
+    ((2, 4, 32, 32), None, 'looks like channels first'),
+    ((2, 12, 8, 8), None, 'which has C = 8; .*channels=8 in the file'),
+    ((2, 12, 8, 8), 12, r'channels is 12, .* \[N, H, W, C\] with C = 12'),
+    ((2, 8, 8, 8), 1.5, r'channels is float64 \[\]; it must be one integer'),
+  ],
+)
+def test_the_axis_of_the_channels(tmp_path, shape, channels, message):
+  given = {} if channels is None else {'channels': channels}
+  path = write(tmp_path / 'a.npz', image=np.zeros(shape), label=np.arange(2), **given)
+  if message is None:
+    source = array_source.npz_source(path)
+    assert source.info.channels == (*shape, 1)[3]
+    assert source.read('train', np.arange(1), 8, 0)[0].shape[3] == source.info.channels
+  else:
+    with pytest.raises(ValueError, match=message):
+      array_source.npz_source(path)

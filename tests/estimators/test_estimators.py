@@ -25,6 +25,7 @@ from het_plugin.estimators import (
   fitting,
   load,
   save,
+  targets,
 )
 
 NOISY = (HetClassifier, HetHClassifier, HetXLClassifier)
@@ -45,6 +46,23 @@ def optimum(x, y, c):
   with warnings.catch_warnings():  # float64 ends above 1e-10 at times
     warnings.simplefilter('ignore', ConvergenceWarning)
     return LogisticRegression(C=c, tol=1e-10, max_iter=30, solver='newton-cholesky').fit(x, y)
+
+
+@pytest.mark.parametrize(
+  'y',
+  [
+    [['a', np.nan], ['b', 'a']],
+    [['a', None], ['b', 'a']],
+    [[b'a', b''], [b'b', b'a']],
+    np.array([[b'a', b''], [b'b', b'a']]),
+    np.array([[b'a', None], [b'b', b'a']], object),
+  ],
+)
+def test_a_missing_name_is_no_class(y):
+  found = targets.encode(y)
+  assert found.kind == 'votes' and found.classes.tolist() == ['a', 'b']
+  assert found.values.tolist() == [[0, -1], [1, 0]]
+  assert targets.encode([b'b'], classes=found.classes).values.tolist() == [[1]]
 
 
 @pytest.mark.slow
@@ -324,8 +342,9 @@ def test_wrong_labels_are_one_sentence():
     DetClassifier().fit(x, y).nll(x, np.where(y == 0, 9, y))
   with pytest.raises(ValueError, match=r'y has shape \(7,\); it must be \[100\]'):
     DetClassifier().fit(x, y).calibrate(x, y[:7])
-  with pytest.raises(ValueError, match='y must be all numbers or all strings, none missing'):
-    DetClassifier().fit(x, np.array(['a', None] * 50))  # of pandas
+  for wrong in (np.array(['a', None] * 50), ['a', np.nan] * 50):  # of pandas, and a list
+    with pytest.raises(ValueError, match='y must be all numbers or all strings, none missing'):
+      DetClassifier().fit(x, wrong)
   with pytest.raises(ValueError, match='y must be all numbers or all strings, none missing'):
     DetClassifier().fit(x, np.array([['a'], ['b'], [None], ['b']] * 25, object))
   on = np.eye(4, dtype=int)[y]

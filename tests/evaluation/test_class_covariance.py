@@ -112,7 +112,11 @@ def test_squares_of_factors_that_float32_does_not_hold(size):
 
 
 def test_an_image_without_a_label_and_more_classes_than_there_are():
-  examples = make_examples(1) | {'label': np.full((1, 2), -1, np.int32)}
+  examples = make_examples(1) | {
+    'label': np.full((1, 2), -1, np.int32),
+    'label_weight': np.zeros((1, 2), np.float32),  # what votes have besides
+    'annotator': np.full((1, 2), -1, np.int32),
+  }
   (found,) = look('het_xl', examples, number=1, num_top=99)
   assert found.label == -1 and found.anchor == found.top[0] and len(found.top) == K
   np.testing.assert_allclose(found.with_anchor[found.top], found.correlation[0], atol=1e-5)

@@ -52,19 +52,22 @@ def test_the_summary_of_predictions(data, monkeypatch):
   correlation = np.corrcoef(*map(stats.rankdata, entropies))[0, 1]
   assert found['disagreement_correlation'] == pytest.approx(correlation)
   confidence = log_p.max(axis=1)
-  right = log_p.argmax(axis=1) == label
+  # Where classes have equally many votes, the majority is each of them with the same probability.
+  most_votes = counts == counts.max(axis=1, keepdims=True)
+  right = most_votes[np.arange(150), log_p.argmax(axis=1)] / most_votes.sum(axis=1)
   most = np.argsort(-confidence)[: int(0.8 * 150)]
   assert found['selective_accuracy'] == pytest.approx(right[most].mean())
-  assert found['classwise_ece'] == pytest.approx(agreement.classwise_ece(log_p, label), rel=1e-12)
-  assert found['correctness_auroc'] == pytest.approx(
-    sklearn.metrics.roc_auc_score(right, confidence)
-  )
+  both = np.concatenate([np.ones(150), np.zeros(150)])
+  weight = np.concatenate([right, 1 - right])
+  auroc = sklearn.metrics.roc_auc_score(both, np.tile(confidence, 2), sample_weight=weight)
+  assert found['correctness_auroc'] == pytest.approx(auroc)
   is_in = np.repeat([1, 0], [150, 80])
   scores = np.concatenate([confidence, ood.max(axis=1)])
   assert found['ood_auroc'] == pytest.approx(sklearn.metrics.roc_auc_score(is_in, scores))
   monkeypatch.setattr(uncertainty, '_BLOCK', 4 * 7)
   assert summarize(log_p, votes, ood) == pytest.approx(found, rel=1e-12)
   one = summarize(log_p, label[:, None].astype(np.int32))
+  assert one['classwise_ece'] == pytest.approx(agreement.classwise_ece(log_p, label), rel=1e-12)
   assert 'disagreement_correlation' not in one and 'ood_auroc' not in one
   nll = sklearn.metrics.log_loss(label, np.exp(log_p), labels=range(4))
   assert one['soft_label_nll'] == pytest.approx(nll)
@@ -74,6 +77,28 @@ def test_the_summary_of_predictions(data, monkeypatch):
     warnings.simplefilter('error')
     agreed = summarize(log_p, np.stack([label, label], axis=1))
   assert np.isnan(agreed['disagreement_correlation'])
+
+
+def test_ties_do_not_depend_on_the_numbers_of_the_classes():
+  """Equally many votes, and equally probable classes, count as in a random order."""
+  log_p = np.log([[0.9, 0.1], [0.1, 0.9], [0.5, 0.5], [0.7, 0.3], [0.4, 0.6]])
+  people = np.array([[0, 0], [1, 1], [0, 0], [0, 1], [0, 1]])
+  scores = agreement.score_examples(log_p, people)
+  found = agreement.summarize(scores)
+  mirrored = agreement.summarize(agreement.score_examples(log_p[:, ::-1], 1 - people))
+  assert mirrored == pytest.approx(found, rel=1e-12)
+  assert found['selective_accuracy'] == 1 - (0.5 + 0.5) / 4  # of the four most confident rows
+  rng = np.random.default_rng(0)
+  draws = []  # of one majority and one most probable class of each row
+  for _ in range(4000):
+    label = [rng.choice(row) for row in people]
+    top = [rng.choice(np.flatnonzero(row == row.max())) for row in log_p]
+    right = np.equal(label, top)
+    draws.append(right[[0, 1, 3, 4]].mean())
+  assert found['selective_accuracy'] == pytest.approx(np.mean(draws), abs=0.01)
+  np.testing.assert_allclose(scores.right, [1, 1, 0.5, 0.5, 0.5])
+  # The class-wise bins hold half a label of each class of a tie.
+  assert scores.bins[2].sum(axis=1).tolist() == [3, 2]
 
 
 def test_the_bins_of_many_parts_take_the_memory_of_one():

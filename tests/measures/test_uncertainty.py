@@ -173,7 +173,7 @@ def test_sigmoid_extremes_and_the_likelihood_of_the_model():
   predictions = predicted(log_prob, labels, np.arange(1), link='sigmoid')
   found = summary(predictions, (1, 2))
   assert found['nll'] == pytest.approx(-math.log(1e-12), rel=1e-6)
-  assert found['precision_at_1'] == 1 and found['precision_at_2'] == 0.5
+  assert found['precision_at_1'] == 0.5 and found['precision_at_2'] == 0.5
   given = predicted(log_prob, labels, np.arange(1), link='sigmoid', nll=np.array([3.5]))
   assert summary(given, (1,))['nll'] == 3.5
   without = predicted(log_prob, np.full((1, 1), -1, np.int32), np.arange(1), link='sigmoid')
@@ -297,9 +297,27 @@ def test_votes_are_scored_as_in_the_evaluation_of_a_training():
   np.testing.assert_allclose(found, listed.correct, rtol=1e-6)
 
 
+def test_equal_probabilities_count_as_in_a_random_order():
+  log_p = np.log([[0.25, 0.25, 0.25, 0.25], [0.4, 0.4, 0.1, 0.1]])
+  found = {}
+  for name, order in {'given': [0, 1, 2, 3], 'mirrored': [3, 2, 1, 0]}.items():
+    labels = np.array(order)[np.array([[0], [1]])]
+    scores = uncertainty.score_examples(log_p[:, order], labels, ks=(1, 3))
+    shown = [scores.correct, scores.precision[1], scores.precision[3]]
+    found[name] = np.stack(shown)
+    np.testing.assert_allclose(found[name], [[0.25, 0.5], [0.25, 0.5], [0.75, 1.0]])
+    batch = {'label': jnp.asarray(labels)}
+    model = types.SimpleNamespace(location=jnp.zeros((2, 4)), link='softmax', num_classes=4)
+    target = soft_labels.targets(batch, model)
+    right = soft_labels.right(jnp.asarray(log_p[:, order]), target)
+    np.testing.assert_allclose(right, scores.correct)
+  on = uncertainty.score_examples(log_p, np.array([[0, 2], [0, 1]]), ks=(1,), link='sigmoid')
+  np.testing.assert_allclose(on.correct, [0.5, 1.0])
+
+
 def test_the_majority_of_votes():
   labels = np.array([[2, 1, 2], [3, 1, -1], [-1, -1, -1]], np.int32)
-  assert votes.majority(labels).tolist() == [2, 1, -1]
+  assert votes.majority(labels).tolist() == [2, 3, -1]  # of equal ones the first in the row
   assert votes.majority(
     labels, np.array([[0.2, 0.7, 0.1], [0.6, 0.4, 0.0], [0, 0, 0]])
   ).tolist() == [

@@ -5,6 +5,7 @@ import datetime
 import errno
 import html
 import importlib.metadata
+import json
 import os
 import re
 import sys
@@ -91,3 +92,17 @@ def test_provenance_is_the_command_the_versions_and_the_time(monkeypatch):
   assert found['versions']['jax'] == importlib.metadata.version('jax')
   assert found['versions']['python'] == '.'.join(map(str, sys.version_info[:3]))
   assert datetime.datetime.fromisoformat(found['created']).tzinfo is not None
+
+
+def test_a_plot_that_fails_loses_no_number(tmp_path):
+  def draw():
+    raise ZeroDivisionError
+
+  report = reporting.Report(
+    'title', 'of a file', {'nll': 0.5}, [{'name': 'a', 'nll': 0.5}], draw=draw
+  )
+  with pytest.raises(ZeroDivisionError):
+    report.write('het_plugin.evaluate', output_dir=tmp_path)
+  assert json.loads((tmp_path / 'results.json').read_text()) == {'nll': 0.5}
+  for name in ('results.txt', 'index.html'):
+    assert '0.500' in (tmp_path / name).read_text()
