@@ -13,7 +13,7 @@ def test_a_file_says_what_it_is(digits_run, run_main, tmp_path):
   path = tmp_path / 'het_xl.safetensors'
   run_main(export, f'--checkpoint={digits_run[0]}', f'--output={path}')
   with safetensors.safe_open(path, framework='numpy') as file:
-    about = json.loads(file.metadata()['het_plugin'])
+    about = json.loads(file.metadata()['het_plugin.parameters'])
   assert (about['head'], about['link'], about['num_classes']) == ('HetXL', 'softmax', 10)
   assert about['temperature'] == {'tau_min': 0.05, 'tau_max': 5.0} and about['image_size'] == 8
   assert about['class_names'] == [str(k) for k in range(10)]

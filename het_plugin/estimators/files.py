@@ -1,7 +1,6 @@
 """Saves fitted estimators as safetensors with JSON metadata (no pickle), and converts heads."""
 
 import dataclasses
-import hashlib
 import json
 from typing import Any
 
@@ -18,10 +17,9 @@ from het_plugin.estimators.calibration import Calibration
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
 from het_plugin.estimators.model import Model, on_features
-from het_plugin.weights.files import save_safetensors
+from het_plugin.weights.files import CHECKSUM, check_sum, checksum, save_safetensors
 
 _METADATA = 'het_plugin.estimator'
-_CHECKSUM = 'het_plugin.sha256'
 _MAX_NAME_BYTES = 2**30
 _FITTED = (
   'target_',
@@ -87,7 +85,7 @@ def save(estimator: HeadClassifier, path: str) -> None:
   text = json.dumps(description, default=lambda x: getattr(x, 'tolist', lambda: None)())
   # A copy in C order, because safetensors writes the memory of an array as it is.
   arrays = {name: np.array(x, order='C') for name, x in arrays.items()}
-  metadata = {_METADATA: text, _CHECKSUM: _checksum(text, arrays)}
+  metadata = {_METADATA: text, CHECKSUM: checksum(text, arrays)}
   with weights.replacing(path) as unfinished:
     save_safetensors(unfinished, arrays, metadata)
 
@@ -129,24 +127,12 @@ def load(path: str) -> HeadClassifier:
       metadata = file.metadata() or {}
       arrays = {name: file.get_tensor(name) for name in file.keys()}
     text = metadata[_METADATA]
-    if _CHECKSUM not in metadata:
-      raise ValueError('it has no checksum; take the file as `save` wrote it')
-    if metadata[_CHECKSUM] != _checksum(text, arrays):
-      raise ValueError('it is damaged: it does not have the checksum that was written')
+    check_sum(metadata, text, arrays)
     return _estimator(json.loads(text), arrays)
   except Exception as error:  # damage makes safetensors, json and numpy raise many types
     reason = ' '.join(str(error).split())
     reason = f'{type(error).__name__}: {reason}' if isinstance(error, KeyError) else reason
     raise ValueError(f'{path} holds no estimator of het_plugin: {reason}') from error
-
-
-def _checksum(text: str, arrays: dict[str, np.ndarray]) -> str:
-  """SHA-256 of a description and arrays with their names, types and shapes."""
-  found = hashlib.sha256(text.encode())
-  for name, x in sorted(arrays.items()):
-    found.update(f'{name} {x.dtype} {x.shape}'.encode())
-    found.update(x.tobytes())
-  return found.hexdigest()
 
 
 def _estimator(description: dict[str, Any], arrays: dict[str, np.ndarray]) -> HeadClassifier:

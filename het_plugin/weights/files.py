@@ -1,6 +1,7 @@
 """Flat files of named arrays: .npz and .safetensors."""
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -15,6 +16,9 @@ import safetensors.numpy
 from etils import epath
 
 SUFFIXES = ('.npz', '.safetensors')
+# Metadata of a .safetensors file of ours: its description as JSON, and a checksum.
+_DESCRIPTION = 'het_plugin.parameters'
+CHECKSUM = 'het_plugin.sha256'
 # An .npz file whose arrays are larger than both is refused before they are unpacked.
 _SMALL_BYTES = 2**28
 _LARGEST_RATIO = 50
@@ -38,6 +42,10 @@ def read_arrays(path: epath.PathLike, *, as_float32: bool = True) -> dict[str, n
   """All arrays of a local or gs:// file.
 
   Floating-point arrays become float32, or with `as_float32=False` keep their types.
+
+  Raises:
+    ValueError: the file is missing or damaged, or was written by `write_arrays` and has another
+      checksum or none.
   """
   _check(path)
   if not epath.Path(path).exists():
@@ -48,6 +56,9 @@ def read_arrays(path: epath.PathLike, *, as_float32: bool = True) -> dict[str, n
       arrays = _from_npz(content)
     else:
       arrays = {name: _from_safetensors(x) for name, x in safetensors.deserialize(content)}
+      metadata = _metadata(content)
+      if _DESCRIPTION in metadata:
+        check_sum(metadata, metadata[_DESCRIPTION], arrays)
   except Exception as error:  # zipfile, numpy and safetensors each raise their own types
     raise ValueError(f'file {path} cannot be read: {error}') from error
   return {name: _typed(x, as_float32) for name, x in arrays.items()}
@@ -58,8 +69,9 @@ def write_arrays(
 ) -> None:
   """Writes arrays to a local or gs:// file.
 
-  `about` are JSON values, which a .safetensors file keeps in its metadata, under 'het_plugin'. An
-  .npz file has no place for them that other programs would not take for an array.
+  `about` are JSON values, which a .safetensors file keeps in its metadata, under
+  'het_plugin.parameters', with a checksum of them and of the arrays. An .npz file has no place for
+  them that other programs would not take for an array; it has the checksums of a zip archive.
   """
   _check(path)
   arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
@@ -68,10 +80,34 @@ def write_arrays(
     np.savez(buffer, **arrays)
     content = buffer.getvalue()
   else:
-    metadata = None if about is None else {'het_plugin': json.dumps(about)}
+    text = json.dumps(about)
+    metadata = {_DESCRIPTION: text, CHECKSUM: checksum(text, arrays)}
     content = safetensors.numpy.save(arrays, metadata)
   with replacing(path) as unfinished:
     unfinished.write_bytes(content)
+
+
+def checksum(text: str, arrays: Mapping[str, np.ndarray]) -> str:
+  """SHA-256 of a description and of arrays with their names, types and shapes."""
+  found = hashlib.sha256(text.encode())
+  for name, x in sorted(arrays.items()):
+    found.update(f'{name} {x.dtype} {x.shape}'.encode())
+    found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+  return found.hexdigest()
+
+
+def check_sum(metadata: Mapping[str, str], text: str, arrays: Mapping[str, np.ndarray]) -> None:
+  """Raises ValueError if a .safetensors file of ours has another checksum than was written."""
+  if CHECKSUM not in metadata:
+    raise ValueError('it has no checksum, and was written with one: take the file as it was')
+  if metadata[CHECKSUM] != checksum(text, arrays):
+    raise ValueError('it is damaged: it does not have the checksum that was written')
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+  """The metadata of a .safetensors file: 8 bytes say how long the header is that follows them."""
+  length = int.from_bytes(content[:8], 'little')
+  return json.loads(content[8 : 8 + length]).get('__metadata__', {})
 
 
 def save_safetensors(

@@ -193,7 +193,7 @@ def rewritten(path, checksum=True, arrays=None, **changes):
   text = json.dumps(description | changes)
   metadata = {'het_plugin.estimator': text}
   if checksum:
-    metadata['het_plugin.sha256'] = estimators.files._checksum(text, found)
+    metadata['het_plugin.sha256'] = estimators.files.checksum(text, found)
   safetensors.numpy.save_file(found, path, metadata=metadata)
 
 

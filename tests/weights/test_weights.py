@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
+import safetensors.numpy
 from flax import traverse_util
 
 from het_plugin import heads, weights
@@ -358,6 +360,30 @@ def test_files(tmp_path):
   (tmp_path / 'c.npz').write_bytes(b'nothing')
   with pytest.raises(ValueError, match='c.npz .*zip'):
     weights.read_arrays(tmp_path / 'c.npz')
+
+
+@pytest.mark.parametrize('of', ['nothing', 'checksum', 'array', 'description'])
+def test_a_file_of_ours_is_as_it_was_written(tmp_path, of):
+  path = tmp_path / 'head.safetensors'
+  kernel = np.arange(4, dtype=np.float32)
+  weights.write_arrays(
+    path, {'head/kernel': kernel, 'step': np.int64(3)}, {'class_names': ['a', 'b']}
+  )
+  with safetensors.safe_open(path, framework='numpy') as file:
+    metadata = file.metadata()
+    arrays = {name: file.get_tensor(name) for name in file.keys()}
+  if of == 'checksum':
+    del metadata['het_plugin.sha256']
+  if of == 'array':
+    arrays['head/kernel'] = kernel[::-1].copy()
+  if of == 'description':
+    metadata['het_plugin.parameters'] = '{"class_names": ["b", "a"]}'
+  safetensors.numpy.save_file(arrays, path, metadata)
+  if of == 'nothing':
+    np.testing.assert_array_equal(weights.read_arrays(path)['head/kernel'], kernel)
+    return
+  with pytest.raises(ValueError, match='head.safetensors cannot be read: .* checksum'):
+    weights.read_arrays(path)
 
 
 def test_arrays_much_larger_than_their_file_are_not_unpacked(tmp_path, monkeypatch):
