@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 from absl import app, flags, logging
 
+from het_plugin import reporting
 from het_plugin.config import distributed, foreign, parsing, screen
 from het_plugin.training import exit_codes
 
@@ -105,7 +106,7 @@ def one_sentence(error: BaseException) -> str:
   lines = [line for line in lines if line and not line.startswith('In call to configurable')]
   if isinstance(error, ModuleNotFoundError) and error.name == 't5x':
     lines.append('(docs/t5x.md says how to install it)')
-  return parsing.as_typed(' '.join(lines))
+  return reporting.printable(parsing.as_typed(' '.join(lines)))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ import jax
 from absl import flags
 from absl import logging as absl_logging
 
+from het_plugin import reporting
+
 _ORBAX = os.sep + 'orbax' + os.sep
 _PACKAGE = os.sep + 'het_plugin' + os.sep
 # Lines of the C++ libraries, such as 'I0000 00:00:1795373126.290662    2334 port.cc:153] ...'.
@@ -104,5 +106,5 @@ class _ShortFormatter(logging.Formatter):
   """The message, after its level if it is a warning or an error."""
 
   def format(self, record: logging.LogRecord) -> str:
-    text = super().format(record)
+    text = reporting.printable(super().format(record))
     return text if record.levelno < logging.WARNING else f'{record.levelname.title()}: {text}'

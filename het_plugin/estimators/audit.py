@@ -10,7 +10,6 @@ https://doi.org/10.1016/0167-9473(92)90042-E), as if the truth were almost a fun
 likelihood of labels that no fit has seen says when to stop.
 """
 
-import csv
 import dataclasses
 import tempfile
 import warnings
@@ -21,7 +20,7 @@ import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import StratifiedKFold
 
-from het_plugin import reporting, weights
+from het_plugin import reporting
 from het_plugin import rows as rows_lib
 from het_plugin.estimators import inputs, probe, targets
 from het_plugin.measures import audit as measure
@@ -211,10 +210,7 @@ class Listed(Sequence):
 
 def write_csv(path: str, listed: Sequence[Mapping[str, Any]]) -> None:
   """Writes the rows of an audit, a line each."""
-  with weights.replacing(path) as unfinished, unfinished.open('w', encoding='utf-8') as stream:
-    writer = csv.DictWriter(stream, list(listed[0]), lineterminator='\n')
-    writer.writeheader()
-    writer.writerows(listed)
+  reporting.write_csv(list(listed[0]), listed, path)
 
 
 def write_suggested(path: str, listed: Listed) -> None:

@@ -1,7 +1,6 @@
 """Class probabilities of images without labels."""
 
 import contextlib
-import csv
 import dataclasses
 import logging
 import os
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from het_plugin import data, reporting, weights
+from het_plugin import data, reporting
 from het_plugin.data import preprocess
 from het_plugin.data.array_source import check_channels
 from het_plugin.data.image_folder import SUFFIXES, image_files, read_bytes, typical_side
@@ -173,17 +172,14 @@ def most_probable(
 
 def write_csv(rows: Sequence[Mapping[str, Any]], path: str) -> None:
   """A line per image: image, entropy, then name and probability of each class."""
-  with (
-    weights.replacing(path) as unfinished,
-    open(unfinished, 'w', newline='', encoding='utf-8') as file,
-  ):
-    writer = csv.writer(file)
-    ranks = range(1, len(rows[0]['top']) + 1)
-    titles = (f'{what}_{rank}' for rank in ranks for what in ('class', 'probability'))
-    writer.writerow(['image', 'entropy', *titles])
-    for row in rows:
-      cells = (x for best in row['top'] for x in (best['name'], best['probability']))
-      writer.writerow([row['image'], row['entropy'], *cells])
+
+  def cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    found = {'image': row['image'], 'entropy': row['entropy']}
+    for rank, best in enumerate(row['top'], 1):
+      found |= {f'class_{rank}': best['name'], f'probability_{rank}': best['probability']}
+    return found
+
+  reporting.write_csv(list(cells(rows[0])), map(cells, rows), path)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

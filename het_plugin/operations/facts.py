@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from etils import epath
 
@@ -17,6 +18,7 @@ from het_plugin.training import observer, run_files
 FOLDER = 'attempts'
 _PREFIX = 'attempt_'
 _READERS = 16
+_LATEST = 2**33  # seconds: a date that Python can write
 
 # The states of a process. The file of a killed process still says that it is running.
 RUNNING = 'running'
@@ -104,9 +106,25 @@ def remove(attempt: epath.PathLike, process: int) -> None:
 def read(path: epath.PathLike) -> Facts | None:
   """The facts in a file; None if there is no file or no facts in it."""
   try:
-    return Facts(**run_files.read_json(path))
+    found = run_files.read_json(path)
+    return Facts(**found) if all(map(_fits, found, found.values())) else None
   except Exception:  # object stores raise their own types
     return None
+
+
+def _fits(name: str, value: Any) -> bool:
+  """Whether a value is one that an attribute of `Facts` may have: a run may be of other people."""
+  if name == 'state':
+    return value in (RUNNING, DONE, PREEMPTED, FAILED)
+  if name == 'seconds':
+    return isinstance(value, dict) and all(_fits('time', x) for x in value.values())
+  if name in ('phase', 'message', 'host'):
+    return isinstance(value, str)
+  if name in ('start_step', 'saved_step', 'exit_code') and value is None:
+    return True
+  if name in ('began', 'time', 'idle_seconds'):
+    return type(value) in (int, float) and 0 <= value < _LATEST
+  return run_files.is_count(value)
 
 
 def attempts(model_dir: epath.PathLike) -> dict[int, epath.Path]:

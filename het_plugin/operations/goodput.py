@@ -11,6 +11,7 @@ from het_plugin.training import observer
 TRAINING = 'training'  # steps whose result was kept
 REPEATED = 'repeated'  # steps that were done again after a restart
 DOWN = 'down'  # between attempts
+_LONGEST = 1e13  # seconds that Python can write
 # The parts of a run's time: TRAINING and REPEATED share the phase STEP.
 PARTS = {
   TRAINING: 'training steps',
@@ -85,4 +86,4 @@ def describe(found: Mapping[str, Any], num_attempts: int) -> str:
 
 def duration(seconds: float) -> str:
   """'0:01:40', '2 days, 3:04:05'."""
-  return str(datetime.timedelta(seconds=round(seconds)))
+  return str(datetime.timedelta(seconds=round(min(seconds, _LONGEST))))

@@ -6,6 +6,7 @@ This module imports neither JAX nor orbax, so that it answers at once.
 import contextlib
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -120,9 +121,14 @@ def _last_scalars(folder: epath.Path) -> tuple[Scalars, list[str]]:
   damaged = []
   for line in run_files.read_lines(path, damaged.append, run_files.TAIL_BYTES):
     step = line.pop('step')
-    numbers = {k: x for k, x in line.items() if x is None or isinstance(x, (int, float))}
-    found |= {name: (step, value) for name, value in numbers.items()}
+    numbers = {k: x for k, x in line.items() if x is None or type(x) in (int, float)}
+    found |= {name: (step, _finite(value)) for name, value in numbers.items()}
   return found, damaged
+
+
+def _finite(value: float | None) -> float | None:
+  """The value as it is if it is a finite float, or an integer that can be one; else None."""
+  return value if value is not None and -sys.float_info.max <= value <= sys.float_info.max else None
 
 
 def _state(processes: Sequence[Facts], rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
@@ -158,7 +164,7 @@ def _evaluations(scalars: Scalars) -> dict[str, dict[str, Any]]:
   found = {group: {'step': step} for group, step in last.items()}
   for name, (step, value) in scalars.items():
     group, _, metric = name.rpartition('/')
-    if last.get(group) == step:
+    if last.get(group) == step and metric != 'step':
       found[group][metric] = value
   return found
 
@@ -173,7 +179,8 @@ def _checkpoint(checkpoints: Mapping[int, epath.Path], now: float) -> dict[str, 
     if not run_files.is_remote(path) or (path / 'commit_success.txt').exists():
       metadata = run_files.read_json(path / '_CHECKPOINT_METADATA') or {}
       nanoseconds = metadata.get('commit_timestamp_nsecs')
-      age = max(0.0, now - nanoseconds / 1e9) if nanoseconds else None
+      is_known = run_files.is_count(nanoseconds) and nanoseconds
+      age = max(0.0, now - nanoseconds / 1e9) if is_known else None
       return {'step': step, 'age_seconds': age, 'bytes': _num_bytes(path)}
   return None
 

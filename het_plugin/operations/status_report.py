@@ -36,10 +36,11 @@ def headline(found: Found) -> str:
 
 def text(found: Found) -> str:
   """The report for a terminal, without a newline at its end."""
-  blocks = [f'{found["run_dir"]}\n{headline(found)}']
+  lines = [found['run_dir'], headline(found)]
   if found['problems']:
-    blocks.append('\n'.join(f'! {problem}' for problem in found['problems']))
-  return '\n\n'.join([*blocks, *map(reporting.plain_table, tables(found))])
+    lines += ['', *(f'! {problem}' for problem in found['problems'])]
+  lines = (reporting.printable(line.replace('\n', ' ')) for line in lines)
+  return '\n\n'.join(['\n'.join(lines), *map(reporting.plain_table, tables(found))])
 
 
 def page(found: Found) -> str:

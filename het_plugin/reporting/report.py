@@ -12,6 +12,7 @@ import jax
 from het_plugin import weights
 from het_plugin.reporting.columns import Row, Table, tables_of
 from het_plugin.reporting.results import provenance, write_json
+from het_plugin.reporting.terminal import printable
 from het_plugin.reporting.text import plain_table, text_table
 
 
@@ -90,7 +91,7 @@ class Report:
     """Tables and notes for a terminal."""
     blocks = [text_table(self.rows, self.references, self.row_title)] if self.rows else []
     blocks += map(plain_table, self.tables)
-    return '\n\n'.join([*blocks, '\n'.join([self.introduction, *self.notes])])
+    return '\n\n'.join([*blocks, printable('\n'.join([self.introduction, *self.notes]))])
 
   def page(self, program: str, figures: Iterable[Figure | Gallery] = ()) -> str:
     """One HTML document that needs no other file and no script. All text is escaped."""

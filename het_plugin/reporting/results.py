@@ -1,15 +1,17 @@
-"""Results as a JSON file, with their provenance: command, time and versions."""
+"""Results as JSON and CSV files, with their provenance: command, time and versions."""
 
 import contextlib
+import csv
 import datetime
 import importlib.metadata
 import itertools
 import json
 import math
 import platform
+import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import numpy as np
 from het_plugin import weights
 
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'seqio', 'tensorflow', 'numpy')
+_COMPUTED = re.compile(r"['=+\-@\t\r\n＝＋－＠]")  # how a text begins that needs a ' in a CSV file
 
 
 def provenance(program: str) -> dict[str, Any]:
@@ -47,6 +50,26 @@ def write_json(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], path: str 
   with weights.replacing(path) as unfinished, unfinished.open('w') as stream:
     stream.writelines(_json(rows))
     stream.write('\n')
+
+
+def write_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], path: str | Path) -> None:
+  """Writes a line per row, below the names of the columns; makes the directory.
+
+  Spreadsheets compute a text that begins with =, +, - or @. Such a text gets a ' before it (OWASP,
+  "CSV Injection"), and so does one that begins with '. To read a text, take one ' away.
+  """
+  with (
+    weights.replacing(path) as unfinished,
+    open(unfinished, 'w', newline='', encoding='utf-8') as stream,
+  ):
+    writer = csv.DictWriter(stream, columns, lineterminator='\n')
+    writer.writeheader()
+    for row in rows:
+      writer.writerow({name: _not_computed(x) for name, x in row.items()})
+
+
+def _not_computed(value: Any) -> Any:
+  return f"'{value}" if isinstance(value, str) and _COMPUTED.match(value) else value
 
 
 def _json(value: Any, indent: str = '\n') -> Iterator[str]:

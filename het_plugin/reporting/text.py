@@ -8,6 +8,7 @@ from rich import box, console, table
 from rich.text import Text
 
 from het_plugin.reporting.columns import Row, Table, tables_of
+from het_plugin.reporting.terminal import printable
 
 _BEST = '*'
 _NO_STAR = '\ue000'  # a space until rich, which drops spaces at the end, has aligned the cells
@@ -32,7 +33,7 @@ def text_table(rows: Sequence[Row], references: Sequence[Row] = (), row_title: s
     if number:
       header = [found.caption, *header[1:]]
     elif found.caption:
-      blocks.append(found.caption)
+      blocks.append(printable(found.caption))
     lines = [_marked(cells, found, i) for i, cells in enumerate(found.lines)]
     below = [_marked(cells, found) for cells in found.references]
     blocks.append(_rendered(_marked(header, found), lines, below))
@@ -49,8 +50,9 @@ def plain_table(found: Table) -> str:
   """A table under its caption; the first column is aligned to the left, the others to the right."""
   lines = [*([found.header] if any(found.header) else []), *found.lines]
   text = _rendered(None, lines)
-  rule = '-' * max(map(len, [found.caption, *text.splitlines()]))
-  return '\n'.join([found.caption, rule, text])
+  caption = printable(found.caption)
+  rule = '-' * max(map(len, [caption, *text.splitlines()]))
+  return '\n'.join([caption, rule, text])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -81,4 +83,4 @@ def _rendered(
 
 def _cell(text: str) -> Text:
   """The text on one line: names of classes may have line breaks and tabs, which rich obeys."""
-  return Text(re.sub('[\x00-\x1f\x7f-\x9f\u2028\u2029]', ' ', text))
+  return Text(printable(re.sub(r'\s', ' ', text)))

@@ -154,7 +154,12 @@ def _row(line: bytes) -> dict[str, Any] | None:
     row = json.loads(line)
   except (ValueError, RecursionError):  # no JSON, no UTF-8, or brackets in brackets
     return None
-  return row if isinstance(row, dict) and isinstance(row.get('step'), int) else None
+  return row if isinstance(row, dict) and is_count(row.get('step')) else None
+
+
+def is_count(value: Any) -> bool:
+  """Whether a JSON value may be a number of steps: whole, and not too large for a float."""
+  return type(value) is int and 0 <= value < 2**63
 
 
 def numbered(folder: epath.PathLike, prefix: str, suffix: str = '') -> dict[int, epath.Path]:

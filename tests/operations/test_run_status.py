@@ -68,6 +68,63 @@ def test_brackets_in_brackets_are_no_facts(tmp_path):
   assert len(found['processes']) == 1 and 'line 1 is damaged' in found['problems'][0]
 
 
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'step': 'x'},
+    {'step': -1},
+    {'step': True},
+    {'total_steps': 10**400},
+    {'seconds': []},
+    {'seconds': {'step': None}},
+    {'seconds': {'step': 1e300}},
+    {'began': float('nan')},
+    {'time': 1e300},
+    {'message': None},
+    {'host': {}},
+    {'state': '\x1b[2J'},
+    {'of another version': 1},
+  ],
+  ids=str,
+)
+def test_facts_of_other_types_are_no_facts(tmp_path, changes):
+  facts_of(tmp_path)
+  facts_of(tmp_path, number=2, **changes)
+  found = read(tmp_path)
+  assert [row['attempt'] for row in found['attempts']] == [1]
+  assert status_report.text(found) and status_report.page(found)
+
+
+@pytest.mark.parametrize(
+  'value', ['x', True, [], {}, float('nan'), float('inf'), 10**400, -(10**400), None], ids=str
+)
+def test_metrics_of_other_types_are_unknown(tmp_path, value):
+  facts_of(tmp_path)
+  names = ['data/corrupt_records', 'train/timing/ms_per_step', 'train/loss', 'training_eval/x/step']
+  write_lines(
+    tmp_path / 'metrics.jsonl', {'step': 9} | dict.fromkeys(names, value), {'step': value}
+  )
+  (tmp_path / 'checkpoint_9').mkdir()
+  (tmp_path / 'checkpoint_9' / '_CHECKPOINT_METADATA').write_text(
+    json.dumps({'commit_timestamp_nsecs': value})
+  )
+  found = read(tmp_path)
+  assert found['metrics'].get('loss') is None and found['checkpoint']['age_seconds'] is None
+  assert status_report.text(found) and status_report.page(found)
+
+
+def test_a_terminal_obeys_no_text_of_a_run(tmp_path):
+  run = tmp_path / 'run\x1b[2J'
+  hidden = 'a\x1b]0;x\x07b\x9bc\r\n! fine\u202ed'
+  facts_of(run, state='failed', message=hidden, host=hidden)
+  write_lines(run / 'metrics.jsonl', {'step': 9, f'training_eval/{hidden}/nll': 1.0})
+  found = read(run)
+  assert found['message'] == hidden  # as it is for programs
+  text = status_report.text(found)
+  assert r'a\x1b]0;x\x07b\x9bc\r ! fine\u202ed' in text
+  assert all(c.isprintable() or c == '\n' for c in text) and '\n! fine' not in text
+
+
 # States.
 
 

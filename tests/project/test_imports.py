@@ -25,7 +25,7 @@ BELOW = {
   'reporting': {'weights'},  # whose files are written whole or not at all
   'training': {'data', 'weights'},
   'operations': {'training', 'reporting'},
-  'config': {'training', 'weights', 'operations', 'data'},
+  'config': {'training', 'weights', 'operations', 'data', 'reporting'},
   'runs': {'config', 'operations', 'training', 'data', 'rows', 'weights'},
   'evaluation': {'runs', 'training', 'data', 'rows', 'measures', 'weights', 'reporting'},
   'estimators': {

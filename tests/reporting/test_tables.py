@@ -1,5 +1,6 @@
 """Rows of results as aligned text and as JSON."""
 
+import csv
 import json
 import math
 from collections.abc import Sequence
@@ -160,3 +161,14 @@ def test_fields_of_ones_own_have_the_digits_that_their_errors_allow():
   assert '1234 ±31' in text_table(rows) and '0.5 ±0' in text_table(
     [{'name': 'a', 'size': 0.5, 'stderr': {'size': 0.0}}]
   )
+
+
+def test_a_spreadsheet_computes_nothing_and_a_reader_gets_the_text_back(tmp_path):
+  texts = ['=1+1', '+1', '-1', '@x', '\tx', '\r=1', '＝1', "'", "'=1", 'a=1', 'it\'s, "x"', '']
+  path = tmp_path / 'new' / 'a.csv'
+  reporting.write_csv(['text', 'number'], ({'text': x, 'number': -1.5} for x in texts), path)
+  with path.open(newline='', encoding='utf-8') as file:
+    read = list(csv.DictReader(file))
+  assert all(row['text'][:1] not in [*'=+-@\t\r＝'] for row in read)
+  assert [row['text'].removeprefix("'") for row in read] == texts
+  assert {row['number'] for row in read} == {'-1.5'}
