@@ -5,7 +5,7 @@ B images, H x W pixels, C channels.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,10 @@ from flax.linen.partitioning import with_sharding_constraint
 from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import (
-  REMAT,
   Dense,
   Norm,
-  check_choice,
+  Remat,
   check_dtype,
-  check_positive,
-  check_rates,
   check_settings,
   drop_path,
   drop_path_rates,
@@ -28,8 +25,9 @@ from het_plugin.backbones.layers import (
   rematerialize,
 )
 from het_plugin.backbones.vit import PatchEmbedding
+from het_plugin.system import ranges
+from het_plugin.system.ranges import NOT_EMPTY, Count, Rate
 
-VERSIONS = ('v1', 'v2')
 # T to XL: section 3 of Liu et al. A, F, P, N and H: appendix A.1 of Woo et al.
 SIZES = {
   **{name: ((2, 2, 6, 2), width) for name, width in {'A': 40, 'F': 48, 'P': 64}.items()},
@@ -96,20 +94,15 @@ class ConvNeXt(nn.Module):
     ValueError: a setting is out of range, or the stages do not divide the image.
   """
 
-  depths: Sequence[int]
-  width: int
-  version: str = 'v1'
-  stochastic_depth: float = 0.0
+  depths: Annotated[Sequence[Count], NOT_EMPTY]
+  width: Count
+  version: Literal['v1', 'v2'] = 'v1'
+  stochastic_depth: Rate = 0.0
   dtype: DTypeLike = jnp.float32
-  remat: str = 'none'
+  remat: Remat = 'none'
 
   def __post_init__(self):
-    if not self.depths or min(self.depths) < 1:
-      raise ValueError(f'ConvNeXt.depths={tuple(self.depths)} must be at least 1 each')
-    check_positive(self, 'width')
-    check_choice(self, 'version', VERSIONS)
-    check_choice(self, 'remat', REMAT)
-    check_rates(self, 'stochastic_depth')
+    ranges.check(self)
     check_dtype(self)
     super().__post_init__()
 

@@ -1,8 +1,8 @@
 """Layers with float32 parameters that carry t5x's logical axis names."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +17,7 @@ REMAT = {
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   'full': jax.checkpoint_policies.nothing_saveable,
 }
-
-
-def check_positive(module: nn.Module, *names: str) -> None:
-  """Raises ValueError if one of the attributes is below 1; None is allowed."""
-  for name in names:
-    value = getattr(module, name)
-    if value is not None and value < 1:
-      raise ValueError(f'{type(module).__name__}.{name}={value} must be at least 1')
-
-
-def check_rates(module: nn.Module, *names: str) -> None:
-  """Raises ValueError if one of the attributes does not lie in [0, 1)."""
-  for name in names:
-    if not 0.0 <= (rate := getattr(module, name)) < 1.0:
-      raise ValueError(f'{type(module).__name__}.{name}={rate} must lie in [0, 1)')
+Remat = Literal['none', 'dots', 'full']
 
 
 def check_dtype(module: nn.Module) -> None:
@@ -44,14 +30,6 @@ def check_dtype(module: nn.Module) -> None:
     raise ValueError(
       f'{type(module).__name__}.dtype={module.dtype!r} must be a floating type such as '
       "'float32' or 'bfloat16'"
-    )
-
-
-def check_choice(module: nn.Module, name: str, choices: Collection[str]) -> None:
-  """Raises ValueError if the attribute is not one of `choices`."""
-  if (value := getattr(module, name)) not in choices:
-    raise ValueError(
-      f'{type(module).__name__}.{name}={value!r} is unknown: choose one of {", ".join(choices)}'
     )
 
 
@@ -122,9 +100,6 @@ class Dense(nn.Module):
       return x
     bias = param('bias', nn.initializers.zeros, shape[1:], self.kernel_axes[1:])
     return x + bias.astype(self.dtype)
-
-
-NORMS = ('layer_norm', 'rms_norm')
 
 
 class Norm(nn.Module):

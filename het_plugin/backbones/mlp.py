@@ -6,7 +6,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from het_plugin.backbones.layers import check_dtype, check_rates
+from het_plugin.backbones.layers import check_dtype
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count, Rate
 
 
 class Mlp(nn.Module):
@@ -23,15 +25,13 @@ class Mlp(nn.Module):
     ValueError: a width is below 1, the rate is not in [0, 1), or dtype is no floating type.
   """
 
-  hidden_layers: Sequence[int] = ()
-  dropout_rate: float = 0.0
+  hidden_layers: Sequence[Count] = ()
+  dropout_rate: Rate = 0.0
   dtype: jnp.dtype = jnp.float32
 
   def __post_init__(self):
-    check_rates(self, 'dropout_rate')
+    ranges.check(self)
     check_dtype(self)
-    if any(width < 1 for width in self.hidden_layers):
-      raise ValueError(f'Mlp.hidden_layers={tuple(self.hidden_layers)} must be positive widths')
     super().__post_init__()
 
   @property

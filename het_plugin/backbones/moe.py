@@ -22,6 +22,8 @@ from flax import linen as nn
 from flax.linen.partitioning import vmap_with_axes, with_sharding_constraint
 
 from het_plugin.backbones.layers import param
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count, NotNegative, Positive
 
 PLACES = re.compile(r'(every|last)_([1-9]\d*)')
 
@@ -55,30 +57,24 @@ class SparseMoe:
     ValueError: a setting is out of range.
   """
 
-  num_experts: int
+  num_experts: Count
   layers: str | Sequence[int] = 'every_2'
-  num_selected: int = 2
-  capacity: float = 1.05
-  eval_capacity: float = 4.0
-  group_size: int = 8
-  noise: float = 1.0
-  importance_weight: float = 0.005
-  load_weight: float = 0.005
+  num_selected: Count = 2
+  capacity: Positive = 1.05
+  eval_capacity: Positive = 4.0
+  group_size: Count = 8
+  noise: NotNegative = 1.0
+  importance_weight: NotNegative = 0.005
+  load_weight: NotNegative = 0.005
   batch_priority: bool = True
 
   def __post_init__(self):
+    ranges.check(self)
     _check_layers(self)
-    if not 1 <= self.num_selected <= self.num_experts:
+    if self.num_selected > self.num_experts:
       raise ValueError(
-        f'SparseMoe.num_selected={self.num_selected} must lie between 1 and num_experts='
-        f'{self.num_experts}'
+        f'SparseMoe.num_selected={self.num_selected} must be at most num_experts={self.num_experts}'
       )
-    for name in ('capacity', 'eval_capacity', 'group_size'):
-      if not getattr(self, name) > 0:
-        raise ValueError(f'SparseMoe.{name}={getattr(self, name)} must be positive')
-    for name in ('noise', 'importance_weight', 'load_weight'):
-      if not getattr(self, name) >= 0:
-        raise ValueError(f'SparseMoe.{name}={getattr(self, name)} must be at least 0')
 
   def layer(self, make_experts: Callable[[], nn.Module], name: str) -> nn.Module:
     return SparseExperts(self, make_experts, name=name)
@@ -97,14 +93,13 @@ class SoftMoe:
     ValueError: a setting is out of range.
   """
 
-  num_experts: int
+  num_experts: Count
   layers: str | Sequence[int] = 'every_2'
-  num_slots: int = 1
+  num_slots: Count = 1
 
   def __post_init__(self):
+    ranges.check(self)
     _check_layers(self)
-    if self.num_slots < 1:
-      raise ValueError(f'SoftMoe.num_slots={self.num_slots} must be at least 1')
 
   def layer(self, make_experts: Callable[[], nn.Module], name: str) -> nn.Module:
     return SoftExperts(self, make_experts, name=name)
@@ -114,16 +109,14 @@ Moe = SparseMoe | SoftMoe
 
 
 def _check_layers(moe):
-  owner = type(moe).__name__
-  if moe.num_experts < 1:
-    raise ValueError(f'{owner}.num_experts={moe.num_experts} must be at least 1')
   if isinstance(moe.layers, str):
     known = PLACES.fullmatch(moe.layers)
   else:
     known = isinstance(moe.layers, Sequence) and moe.layers
   if not known:
     raise ValueError(
-      f"{owner}.layers={moe.layers!r} must be 'every_n', 'last_n' or block numbers such as (1, 3)"
+      f"{type(moe).__name__}.layers={moe.layers!r} must be 'every_n', 'last_n' or numbers of "
+      'blocks such as (1, 3)'
     )
 
 

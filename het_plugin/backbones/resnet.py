@@ -9,7 +9,7 @@ B images, H x W pixels, C channels.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,18 @@ from flax.linen.partitioning import scan_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import (
-  REMAT,
   GroupNorm,
-  check_choice,
+  Remat,
   check_dtype,
-  check_rates,
   check_settings,
   drop_path,
   drop_path_rates,
   param,
   rematerialize,
 )
+from het_plugin.system import ranges
+from het_plugin.system.ranges import NOT_EMPTY, Count, Rate
 
-VERSIONS = ('v1.5', 'v2')
-STEMS = ('7x7_pool', '3x3')
 # Units of the four stages, table 1 of He et al. 2016.
 DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 ROOT_WIDTH = 64
@@ -153,26 +151,22 @@ class ResNet(nn.Module):
     ValueError: a setting is out of range.
   """
 
-  stages: Sequence[int]
-  width: int = ROOT_WIDTH
-  version: str = 'v2'
+  stages: Annotated[Sequence[Count], NOT_EMPTY]
+  width: Count = ROOT_WIDTH
+  version: Literal['v1.5', 'v2'] = 'v2'
   dtype: DTypeLike = jnp.float32
-  remat: str = 'none'
+  remat: Remat = 'none'
   scan_layers: bool = False
-  stem: str = '7x7_pool'
-  stochastic_depth: float = 0.0
+  stem: Literal['7x7_pool', '3x3'] = '7x7_pool'
+  stochastic_depth: Rate = 0.0
 
   def __post_init__(self):
-    if not self.stages or min(self.stages) < 1:
-      raise ValueError(f'ResNet.stages={tuple(self.stages)} must be numbers of units, at least 1')
-    if self.width < 1 or self.width % GroupNorm.num_groups:
+    ranges.check(self)
+    if self.width % GroupNorm.num_groups:
       raise ValueError(
-        f'ResNet.width={self.width} must be a positive multiple of the {GroupNorm.num_groups} '
-        'groups of the normalisation'
+        f'ResNet.width={self.width} must be a multiple of the {GroupNorm.num_groups} groups of the '
+        'normalisation'
       )
-    for name, choices in {'version': VERSIONS, 'stem': STEMS, 'remat': REMAT}.items():
-      check_choice(self, name, choices)
-    check_rates(self, 'stochastic_depth')
     check_dtype(self)
     super().__post_init__()
 

@@ -4,7 +4,7 @@ As in LiT (Zhai et al., 2022, https://arxiv.org/abs/2111.07991) it is a ViT with
 place of patches. B texts, L token ids per text, D width. Id 0 is padding, as in seqio.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,17 @@ from flax import linen as nn
 from flax.linen.partitioning import with_sharding_constraint
 from jax.typing import DTypeLike
 
-from het_plugin.backbones.layers import check_positive, check_settings, param
+from het_plugin.backbones.layers import Remat, check_settings, param
 from het_plugin.backbones.transformer import (
   SIZES,
+  Activation,
   BlockSettings,
   check_encoder,
   prepare_tokens,
   run_blocks,
 )
+from het_plugin.system.ranges import Count, Rate
 
-POOLINGS = ('last', 'token', 'mean')
 PADDING = 0
 
 
@@ -46,26 +47,25 @@ class TextTransformer(nn.Module):
     ValueError: a setting is out of range, or the ids are not int32 [B, L].
   """
 
-  vocab_size: int
-  width: int
-  depth: int
-  mlp_dim: int
-  num_heads: int
-  pooling: str = 'last'
-  vocab_multiple: int = 128
-  dropout: float = 0.0
+  vocab_size: Count
+  width: Count
+  depth: Count
+  mlp_dim: Count
+  num_heads: Count
+  pooling: Literal['last', 'token', 'mean'] = 'last'
+  vocab_multiple: Count = 128
+  dropout: Rate = 0.0
   dtype: DTypeLike = jnp.float32
-  remat: str = 'none'
+  remat: Remat = 'none'
   scan_layers: bool = False
-  stochastic_depth: float = 0.0
-  mlp: str = 'gelu'
-  norm_epsilon: float = 1e-6
+  stochastic_depth: Rate = 0.0
+  mlp: Activation = 'gelu'
+  norm_epsilon: Rate = 1e-6
   causal: bool = False
   reads_padding: bool = False
 
   def __post_init__(self):
-    check_positive(self, 'vocab_size', 'vocab_multiple')
-    check_encoder(self, POOLINGS)
+    check_encoder(self)
     if self.causal and self.pooling == 'token':
       raise ValueError(
         "TextTransformer.pooling='token' with causal=True sees no text: the token comes first. "

@@ -6,8 +6,8 @@ Source: Dosovitskiy et al., 2020, section 3.1 (https://arxiv.org/abs/2010.11929)
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +16,16 @@ from flax.linen.partitioning import scan_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import (
-  NORMS,
-  REMAT,
   Dense,
   Norm,
-  check_choice,
   check_dtype,
-  check_positive,
-  check_rates,
   drop_path,
   drop_path_rates,
   param,
   rematerialize,
 )
 from het_plugin.backbones.moe import Moe, moe_layers, stack_experts
+from het_plugin.system import ranges
 
 # B, L and H: table 1 of Dosovitskiy et al. 2020. g and G: table 2 of Zhai et al. 2021
 # (https://arxiv.org/abs/2106.04560). Ti and S: table 1 of Touvron et al. 2021 (DeiT,
@@ -46,7 +42,7 @@ SIZES = {
   '22B': {'width': 6144, 'depth': 48, 'mlp_dim': 24_576, 'num_heads': 48},
 }
 
-
+Activation = Literal['gelu', 'gelu_exact', 'quick_gelu', 'swiglu']
 MLPS: dict[str, Callable[[jax.Array], jax.Array]] = {
   'gelu': nn.gelu,  # the tanh approximation, as in vision_transformer and big_vision
   'gelu_exact': functools.partial(nn.gelu, approximate=False),  # as in timm and transformers
@@ -332,18 +328,14 @@ def run_blocks(
   return x, outputs
 
 
-def check_encoder(module: nn.Module, poolings: Sequence[str]) -> None:
+def check_encoder(module: nn.Module) -> None:
   """Raises ValueError if a setting of the encoder is out of range."""
-  check_positive(module, 'width', 'depth', 'mlp_dim', 'num_heads')
+  ranges.check(module)
   if module.width % module.num_heads:
     raise ValueError(
       f'{type(module).__name__}.width={module.width} must be a multiple of '
       f'num_heads={module.num_heads}'
     )
-  choices = {'pooling': poolings, 'mlp': MLPS, 'norm': NORMS, 'remat': REMAT}
-  for name in choices.keys() & {f.name for f in dataclasses.fields(module)}:
-    check_choice(module, name, choices[name])
-  check_rates(module, 'dropout', 'stochastic_depth', 'norm_epsilon')
   check_dtype(module)
 
 

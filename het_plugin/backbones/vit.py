@@ -6,7 +6,7 @@ B images, H x W pixels, C channels, P patch size, N tokens, D width.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,11 @@ from flax import linen as nn
 from flax.linen.partitioning import with_sharding_constraint
 from jax.typing import DTypeLike
 
-from het_plugin.backbones.layers import Dense, check_choice, check_positive, check_settings, param
+from het_plugin.backbones.layers import Dense, Remat, check_settings, param
 from het_plugin.backbones.moe import Moe, moe_layers
 from het_plugin.backbones.transformer import (
   SIZES,
+  Activation,
   AttentionPooling,
   BlockSettings,
   check_encoder,
@@ -26,9 +27,7 @@ from het_plugin.backbones.transformer import (
   prepare_tokens,
   run_blocks,
 )
-
-POOLINGS = ('token', 'gap', 'map')
-POSITIONS = ('learned', 'sincos2d', 'rope')
+from het_plugin.system.ranges import Count, Rate
 
 
 class PatchEmbedding(nn.Module):
@@ -41,10 +40,10 @@ class PatchEmbedding(nn.Module):
   With `stored_patch_size` the kernel has that size and is resized to P (`resize_kernel`).
   """
 
-  patch_size: int
+  patch_size: Count
   width: int
   dtype: DTypeLike
-  stored_patch_size: int | None = None
+  stored_patch_size: Count | None = None
 
   @nn.compact
   def __call__(self, image: jax.Array) -> jax.Array:
@@ -154,39 +153,36 @@ class ViT(nn.Module):
     ValueError: a setting is out of range, or P does not divide the image.
   """
 
-  patch_size: int
-  width: int
-  depth: int
-  mlp_dim: int
-  num_heads: int
-  pooling: str = 'token'
-  representation_size: int | None = None
-  dropout: float = 0.0
+  patch_size: Count
+  width: Count
+  depth: Count
+  mlp_dim: Count
+  num_heads: Count
+  pooling: Literal['token', 'gap', 'map'] = 'token'
+  representation_size: Count | None = None
+  dropout: Rate = 0.0
   dtype: DTypeLike = jnp.float32
-  remat: str = 'none'
+  remat: Remat = 'none'
   scan_layers: bool = False
-  position: str = 'learned'
-  num_registers: int = 0
-  mlp: str = 'gelu'
-  norm: str = 'layer_norm'
-  norm_epsilon: float = 1e-6
+  position: Literal['learned', 'sincos2d', 'rope'] = 'learned'
+  num_registers: Annotated[int, '[0, inf)'] = 0
+  mlp: Activation = 'gelu'
+  norm: Literal['layer_norm', 'rms_norm'] = 'layer_norm'
+  norm_epsilon: Rate = 1e-6
   qkv_bias: bool = True
   qk_norm: bool = False
   parallel: bool = False
   layer_scale: float | None = None
   pre_norm: bool = False
-  projection_size: int | None = None
-  stored_patch_size: int | None = None
-  stored_grid: int | None = None
-  stochastic_depth: float = 0.0
+  projection_size: Count | None = None
+  stored_patch_size: Count | None = None
+  stored_grid: Count | None = None
+  stochastic_depth: Rate = 0.0
   moe: Moe | None = None
-  adapter_dim: int | None = None
+  adapter_dim: Count | None = None
 
   def __post_init__(self):
-    check_positive(self, 'patch_size', 'representation_size', 'projection_size', 'adapter_dim')
-    check_positive(self, 'stored_patch_size', 'stored_grid')
-    check_choice(self, 'position', POSITIONS)
-    check_encoder(self, POOLINGS)
+    check_encoder(self)
     per_head = self.width // self.num_heads
     if self.position == 'rope' and per_head % 4 or self.position == 'sincos2d' and self.width % 4:
       raise ValueError(
@@ -197,8 +193,6 @@ class ViT(nn.Module):
       raise ValueError(
         f"ViT.stored_grid={self.stored_grid} needs position='learned', not {self.position!r}"
       )
-    if self.num_registers < 0:
-      raise ValueError(f'ViT.num_registers={self.num_registers} must be at least 0')
     moe_layers(self.moe, self.depth)
     super().__post_init__()
 

@@ -17,16 +17,15 @@ from flax.linen.partitioning import with_sharding_constraint
 from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import (
-  REMAT,
   GroupNorm,
-  check_choice,
+  Remat,
   check_dtype,
-  check_positive,
-  check_rates,
   check_settings,
   drop_path,
 )
 from het_plugin.backbones.resnet import StandardizedConv, run_stages
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count, Rate
 
 _NUM_GROUPS = 16  # the root has 16 channels
 
@@ -83,19 +82,17 @@ class WideResNet(nn.Module):
     ValueError: a setting is out of range.
   """
 
-  units: int
-  factor: int
-  dropout: float = 0.0
-  stochastic_depth: float = 0.0
+  units: Count
+  factor: Count
+  dropout: Rate = 0.0
+  stochastic_depth: Rate = 0.0
   dtype: DTypeLike = jnp.float32
-  remat: str = 'none'
+  remat: Remat = 'none'
   scan_layers: bool = False
 
   def __post_init__(self):
-    check_positive(self, 'units', 'factor')
-    check_rates(self, 'dropout', 'stochastic_depth')
+    ranges.check(self)
     check_dtype(self)
-    check_choice(self, 'remat', REMAT)
     super().__post_init__()
 
   @property

@@ -2,26 +2,25 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
 from het_plugin.data import preprocess
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count, Positive
 
 
 @dataclasses.dataclass(frozen=True)
 class RandAugment:
   """`num_ops` random operations of strength `magnitude`, from 0 to 30 (Cubuk et al. 2020)."""
 
-  num_ops: int = 2
-  magnitude: float = 9
+  num_ops: Count = 2
+  magnitude: Annotated[float, '[0, 30]'] = 9
 
   def __post_init__(self):
-    if self.num_ops < 1 or not 0 <= self.magnitude <= 30:
-      raise ValueError(
-        f'RandAugment has num_ops = {self.num_ops} and magnitude = {self.magnitude}; they must be '
-        'at least 1, and in [0, 30].'
-      )
+    ranges.check(self)
 
   def __call__(self, image, rng: np.random.Generator, size: int) -> np.ndarray:
     if image.shape[-1] not in (1, 3):
@@ -70,9 +69,12 @@ class RandAugment:
 class RandomErasing:
   """Fills a random box with noise, its area relative to the image (Zhong et al. 2020)."""
 
-  probability: float = 0.25
+  probability: Annotated[float, '[0, 1]'] = 0.25
   area_range: tuple[float, float] = (0.02, 1 / 3)
   aspect_range: tuple[float, float] = (0.3, 3.3)
+
+  def __post_init__(self):
+    ranges.check(self)
 
   def __call__(self, image, rng: np.random.Generator, size: int) -> np.ndarray:
     if rng.random() >= self.probability:
@@ -94,11 +96,10 @@ class Mixup:
   alpha: the weight is Beta(alpha, alpha).
   """
 
-  alpha: float = 0.2
+  alpha: Positive = 0.2
 
   def __post_init__(self):
-    if not self.alpha > 0:
-      raise ValueError(f'{type(self).__name__}.alpha is {self.alpha}; it must be positive.')
+    ranges.check(self)
 
   def mix(
     self, image: np.ndarray, other: np.ndarray, rng: np.random.Generator
@@ -112,7 +113,7 @@ class Mixup:
 class CutMix(Mixup):
   """A box of another image, labels weighted by area (Yun et al. 2019); pairs as in Mixup."""
 
-  alpha: float = 1.0
+  alpha: Positive = 1.0
 
   def mix(
     self, image: np.ndarray, other: np.ndarray, rng: np.random.Generator

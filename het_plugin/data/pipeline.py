@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -18,6 +18,8 @@ from absl import flags
 from het_plugin.data import annotations as annotations_lib
 from het_plugin.data import reader, splits
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count
 
 Batch = reader.Batch
 
@@ -59,30 +61,20 @@ class DatasetConfig:
   mixture_or_task_name: Any
   task_feature_lengths: Mapping[str, int]
   split: str
-  batch_size: int
+  batch_size: Count
   shuffle: bool = True
-  seed: int = 0
-  num_epochs: int | None = None
+  seed: Annotated[int, '[0, 4294967296)'] = 0
+  num_epochs: Count | None = None
   augment: bool | None = None
   augmentations: Sequence[Any] | None = None
   resize: Literal['aspect', 'squash'] | None = None
   vocabulary: str | None = None
-  max_corrupt_fraction: float = reader.MAX_CORRUPT_FRACTION
-  num_threads: int | None = None
-  num_workers: int = 0
+  max_corrupt_fraction: Annotated[float, '[0, 1]'] = reader.MAX_CORRUPT_FRACTION
+  num_threads: Count | None = None
+  num_workers: Annotated[int, '[0, inf)'] = 0
 
   def __post_init__(self):
-    for name, is_right, what in (
-      ('batch_size', self.batch_size >= 1, 'be at least 1'),
-      ('seed', self.seed is not None and 0 <= self.seed < 2**32, 'be an integer in [0, 2^32)'),
-      ('num_epochs', self.num_epochs is None or self.num_epochs >= 1, 'be at least 1, or None'),
-      ('max_corrupt_fraction', 0 <= self.max_corrupt_fraction <= 1, 'lie in [0, 1]'),
-      ('num_threads', self.num_threads is None or self.num_threads >= 1, 'be at least 1, or None'),
-      ('num_workers', self.num_workers >= 0, 'be at least 0'),
-      ('resize', self.resize in (None, 'aspect', 'squash'), "be 'aspect', 'squash' or None"),
-    ):
-      if not is_right:
-        raise ValueError(f'{name} is {getattr(self, name)!r}; it must {what}.')
+    ranges.check(self)
 
 
 class BatchIterator:
@@ -208,8 +200,9 @@ def task_info(name: str, vocabulary: str | None = None) -> TaskInfo | ImageTextI
   return tasks.get_task(name, vocabulary).info
 
 
+@ranges.checked
 def total_steps(
-  dataset: DatasetConfig, steps: int | None = None, examples: int | None = None
+  dataset: DatasetConfig, steps: Count | None = None, examples: Count | None = None
 ) -> int:
   """Number of training steps. Exactly one of steps, examples and dataset.num_epochs must be set.
 
@@ -238,8 +231,6 @@ def total_steps(
         'give the length of the run in steps or examples.'
       )
     examples = dataset.num_epochs * num_records
-  elif examples < 1:
-    raise ValueError(f'examples={examples} must be at least 1.')
   return -(-examples // dataset.batch_size)
 
 

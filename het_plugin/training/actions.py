@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from het_plugin.system import ranges
 from het_plugin.training import partitioning
 from het_plugin.training.state import TrainState
 
@@ -163,6 +164,7 @@ class EarlyStoppingAction(BaseAction):
   from infinity or NaN to a number.
   """
 
+  @ranges.checked
   def __init__(
     self,
     metric: tuple[str, str],

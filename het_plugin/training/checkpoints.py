@@ -16,13 +16,15 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
 from het_plugin import weights
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count, Pattern
 from het_plugin.training import checkpoint_reader, checksum, processes
 from het_plugin.training.checkpoint_reader import PREFIX, Unreadable
 from het_plugin.training.state import TrainState
@@ -49,10 +51,13 @@ class SaveCheckpointConfig:
       first example.
   """
 
-  period: Annotated[int, '[1, inf)']
-  keep: Annotated[int, '[1, inf)'] | None = None
+  period: Count
+  keep: Count | None = None
   dtype: Literal['float32', 'bfloat16'] = 'float32'
   save_dataset: bool = True
+
+  def __post_init__(self):
+    ranges.check(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +81,14 @@ class RestoreCheckpointConfig:
 
   path: str
   mode: Literal['latest', 'specific'] = 'latest'
-  assignment_map: Sequence[tuple[Annotated[str, 'regular expression'], str | None]] = ()
+  assignment_map: Sequence[tuple[Pattern, str | None]] = ()
   fallback_to_scratch: bool = False
   head: Literal[weights.HEADS] = 'keep'
-  skip: Sequence[Annotated[str, 'regular expression']] = ()
+  skip: Sequence[Pattern] = ()
   ema: bool = False
+
+  def __post_init__(self):
+    ranges.check(self)
 
   @property
   def starts_afresh(self) -> bool:

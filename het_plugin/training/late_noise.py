@@ -5,6 +5,9 @@ from typing import Annotated, Any
 
 import jax
 
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Pattern
+
 
 @dataclasses.dataclass(frozen=True)
 class LateNoise:
@@ -30,15 +33,14 @@ class LateNoise:
 
   start: Annotated[float, '[0, inf)']
   total_steps: int
-  params: Annotated[str, 'regular expression'] = (
-    '^head/(covariance/|noise_kernel$|image_to_text/|text_to_image/)'
-  )
+  params: Pattern = '^head/(covariance/|noise_kernel$|image_to_text/|text_to_image/)'
 
   def __post_init__(self):
-    if not 0 <= self.step < self.total_steps:
+    ranges.check(self)
+    if self.step >= self.total_steps:
       raise ValueError(
-        f'LateNoise.start={self.start} must be at least 0, and its step below '
-        f'total_steps={self.total_steps}; below 1 it is a share of them'
+        f'LateNoise.start={self.start} must be below total_steps={self.total_steps}, or below 1, a '
+        'share of them'
       )
 
   @property

@@ -45,11 +45,6 @@ class Schedule:
   stats_period: int
   save_period: int | None
 
-  def __post_init__(self):
-    for name, value in dataclasses.asdict(self).items():
-      if value is not None and value < 1:
-        raise ValueError(f'{name}={value} must be at least 1.')
-
   def is_due(self, period: int | None, step: int) -> bool:
     """Whether a period ends at a step; the last step ends all of them."""
     return period is not None and (step % period == 0 or step == self.total_steps)

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import jax
 from etils import epath
 
+from het_plugin.system import ranges
 from het_plugin.training import run_files
 
 _log = logging.getLogger(__name__)
@@ -35,6 +36,9 @@ class NonFinitePolicy:
 
   action: Literal[STOP, SKIP] = STOP
   max_skipped: Annotated[int, '[0, inf)'] = 10
+
+  def __post_init__(self):
+    ranges.check(self)
 
 
 DEFAULT_POLICY = NonFinitePolicy()

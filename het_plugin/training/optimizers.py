@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Pattern, Positive
 from het_plugin.training import learning_rates
 from het_plugin.training.late_noise import LateNoise
 
@@ -36,6 +38,7 @@ class OptaxWrapper:
   late_noise: LateNoise | None = None
 
 
+@ranges.checked
 def adamw(
   learning_rate: float | optax.Schedule,
   *,
@@ -43,14 +46,12 @@ def adamw(
   b2: Annotated[float, '[0, 1)'] = 0.999,
   eps: float = 1e-8,
   weight_decay: Annotated[float, '[0, inf)'] = 0.0,
-  weight_decay_params: Annotated[str, 'regular expression'] = r'(kernel|/J)$',
-  clip_norm: Annotated[float, '(0, inf)'] | None = None,
-  frozen_params: Annotated[str, 'regular expression'] | None = None,
-  learning_rate_factors: Sequence[
-    tuple[Annotated[str, 'regular expression'], float | optax.Schedule]
-  ] = (),
+  weight_decay_params: Pattern = r'(kernel|/J)$',
+  clip_norm: Positive | None = None,
+  frozen_params: Pattern | None = None,
+  learning_rate_factors: Sequence[tuple[Pattern, float | optax.Schedule]] = (),
   layer_decay: Annotated[float, '(0, 1]'] | None = None,
-  factored_params: Annotated[str, 'regular expression'] | None = None,
+  factored_params: Pattern | None = None,
   late_noise: LateNoise | None = None,
 ) -> OptaxWrapper:
   """AdamW (Loshchilov and Hutter, 2019): updates are -lr * (adam(gradient) + weight_decay * param).
@@ -156,6 +157,7 @@ class EmaState(NamedTuple):
   ema_params: PyTree
 
 
+@ranges.checked
 def with_ema(
   optimizer_def: OptaxWrapper, decay: Annotated[float, '(0, 1)'], evaluate: bool = True
 ) -> OptaxWrapper:
@@ -209,8 +211,9 @@ def ema_params(opt_state: PyTree) -> PyTree:
   return optax.tree.get(opt_state, 'ema_params')
 
 
+@ranges.checked
 def warmup_schedule(
-  peak_value: Annotated[float, '(0, inf)'],
+  peak_value: Positive,
   total_steps: int,
   warmup_steps: int | Annotated[float, '[0, 1)'] = 0,
   decay: Literal['linear', 'cosine', 'constant', 'rsqrt'] = 'linear',

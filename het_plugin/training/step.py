@@ -7,7 +7,7 @@ of real rows in the batch. A model whose loss compares examples with each other 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import clu.metrics
 import jax
@@ -17,6 +17,8 @@ import optax
 from flax.linen import partitioning as flax_partitioning
 from jax import lax
 
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count, Pattern
 from het_plugin.training import flops, optimizers, partitioning
 from het_plugin.training import metrics as metrics_lib
 from het_plugin.training.state import TrainState
@@ -147,14 +149,15 @@ class Trainer:
   The only training state it holds is whether training has halted at a step that was not finite.
   """
 
+  @ranges.checked
   def __init__(
     self,
     model: Any,
     partitioner: partitioning.PjitPartitioner,
     train_state_axes: TrainState,
     rng: jax.Array,
-    num_microbatches: Annotated[int, '[1, inf)'] | None = None,
-    norm_groups: Sequence[Annotated[str, 'regular expression']] = metrics_lib.GROUPS,
+    num_microbatches: Count | None = None,
+    norm_groups: Sequence[Pattern] = metrics_lib.GROUPS,
     halt_at_nonfinite: bool = True,
   ):
     """Prepares the steps; nothing is compiled.

@@ -14,6 +14,8 @@ from clu import parameter_overview
 from etils import epath
 
 from het_plugin import data
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count
 from het_plugin.training import actions as actions_lib
 from het_plugin.training import (
   checkpoint_reader,
@@ -39,6 +41,7 @@ from het_plugin.training.state import TrainState
 _log = logging.getLogger(__name__)
 
 
+@ranges.checked
 def train(
   *,
   model: Any,
@@ -49,10 +52,10 @@ def train(
   partitioner: partitioning.PjitPartitioner,
   trainer_cls: Callable[..., step_lib.Trainer] = step_lib.Trainer,
   model_dir: epath.PathLike,
-  total_steps: int,
-  eval_steps: int,
-  eval_period: int,
-  stats_period: int | None = None,
+  total_steps: Count,
+  eval_steps: Count,
+  eval_period: Count,
+  stats_period: Count | None = None,
   random_seed: int = 0,
   actions: Mapping[str, Sequence[actions_lib.BaseAction]] | None = None,
   get_dataset_fn: Callable[[Any, Any], Any] = data.get_dataset_with_held_out,

@@ -275,7 +275,7 @@ def test_the_papers_sizes(layers, billions):
     ({'num_experts': 4, 'num_selected': 5}, r'SparseMoe.num_selected=5 .* num_experts=4'),
     ({'num_experts': 4, 'layers': 'all'}, r"SparseMoe.layers='all' .*'every_n'"),
     ({'num_experts': 4, 'layers': (0, 7)}, r'SparseMoe.layers=\(0, 7\) .* depth=2'),
-    ({'num_experts': 4, 'layers': 1}, r'SparseMoe.layers=1 .* block numbers such as \(1, 3\)'),
+    ({'num_experts': 4, 'layers': 1}, r'SparseMoe.layers=1 .* numbers of blocks such as \(1, 3\)'),
     ({'num_experts': 4, 'layers': ()}, r'SparseMoe.layers=\(\) must be'),
     ({'num_experts': 4, 'capacity': 0.0}, 'SparseMoe.capacity=0.0 '),
     ({'num_experts': 4, 'noise': -1.0}, 'SparseMoe.noise=-1.0 must be at least 0'),

@@ -11,7 +11,6 @@ from flax.linen import partitioning as flax_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from het_plugin.backbones import TextTransformer, text_transformer
-from het_plugin.backbones.text import POOLINGS
 from het_plugin.training.partitioning import PjitPartitioner
 from tests.backbones.stacking import stack
 from tests.params import drawn
@@ -26,7 +25,7 @@ def tower(pooling, depth=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('pooling', POOLINGS)
+@pytest.mark.parametrize('pooling', ['last', 'token', 'mean'])
 def test_padding_and_neighbours_change_nothing(pooling):
   model, params = tower(pooling)
   phi, intermediates = jax.jit(model.apply)({'params': params}, TEXT)
@@ -50,7 +49,7 @@ def test_padding_and_neighbours_change_nothing(pooling):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('pooling', POOLINGS)
+@pytest.mark.parametrize('pooling', ['last', 'token', 'mean'])
 def test_an_empty_text_is_finite(pooling):
   model, params = tower(pooling)
 
@@ -99,7 +98,7 @@ def test_on_a_mesh():
   ('make', 'message'),
   [
     (lambda: text_transformer('S/16'), "variant='S/16' .*Ti, S, B"),
-    (lambda: dataclasses.replace(TINY, pooling='gap'), "pooling='gap' .* last, token"),
+    (lambda: dataclasses.replace(TINY, pooling='gap'), "pooling='gap' must be one of 'last', "),
     (
       lambda: dataclasses.replace(TINY, pooling='token', causal=True),
       "pooling='token' with causal=True sees no text",

@@ -26,7 +26,7 @@ def registered():
     ('HetXL.temperature = 1.0', 'must be a FixedTemperature: @...() or a LearnedTemperature'),
     ('vit.depth = 1.5', 'vit.depth = 1.5 must be a whole number'),  # a field of what vit() makes
     ('adamw.b1 = 2.0', 'adamw.b1 = 2.0 must be in [0, 1)'),
-    ('SAVE_PERIOD = 0', 'SAVE_PERIOD = 0 (SaveCheckpointConfig.period) must be in [1, inf)'),
+    ('SAVE_PERIOD = 0', 'SAVE_PERIOD = 0 (SaveCheckpointConfig.period) must be at least 1'),
     (
       "NonFinitePolicy.action = 'go'",
       "NonFinitePolicy.action = 'go' must be one of 'stop', 'skip'",

@@ -100,5 +100,5 @@ def test_wrong_augmentations(npz):
     )
   with pytest.raises(ValueError, match='RandAugment .* has 2'):
     next(get_dataset(config(npz, augmentations=('randaugment',))))
-  with pytest.raises(ValueError, match='CutMix.alpha is 0; '):
+  with pytest.raises(ValueError, match='CutMix.alpha=0 must be above 0'):
     augment.CutMix(0)

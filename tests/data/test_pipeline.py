@@ -313,7 +313,6 @@ def test_processes_read_the_same_batches(photos):
 
 
 BAD_CONFIGS = {
-  'batch_size is 0; ': {'batch_size': 0},
   "mixture_or_task_name is 'glyph_core'; .*'digits', 'glyph_names', .*'glyphs_core', ": {
     'mixture_or_task_name': 'glyph_core'
   },

@@ -14,18 +14,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / 'het_plugin'
 # room: the rooms below it that it imports.
 BELOW = {
+  'system': set(),
   'integrate': set(),
   'heads': {'integrate'},
-  'backbones': set(),
+  'backbones': {'system'},
   'measures': set(),
   'weights': set(),
   'rows': {'measures', 'weights'},
-  'data': {'rows', 'weights'},
+  'data': {'rows', 'weights', 'system'},
   'models': {'integrate', 'heads', 'backbones', 'data'},  # of data, the feature converters
   'reporting': {'weights'},  # whose files are written whole or not at all
-  'training': {'data', 'weights'},
+  'training': {'data', 'weights', 'system'},
   'operations': {'training', 'reporting'},
-  'config': {'training', 'weights', 'operations', 'data', 'reporting'},
+  'config': {'training', 'weights', 'operations', 'data', 'reporting', 'system'},
   'runs': {'config', 'operations', 'training', 'data', 'rows', 'weights'},
   'evaluation': {'runs', 'training', 'data', 'rows', 'measures', 'weights', 'reporting'},
   'estimators': {
@@ -56,7 +57,7 @@ BELOW = {
     'weights',
   },
 }
-PORTABLE = {'integrate', 'heads', 'backbones'}  # need jax, flax and numpy only
+PORTABLE = {'system', 'integrate', 'heads', 'backbones'}  # need jax, flax and numpy only
 KNOW_GIN = {'config', 'runs', 'planning', 'hosts', 'experiments', 'mains'}
 
 FILES = sorted(PACKAGE.rglob('*.py'))

@@ -112,8 +112,8 @@ def test_the_noise_keeps_its_first_values_until_the_start(tmp_path):
 @pytest.mark.parametrize(
   'binding, message',
   [
-    ('NOISE_START = 6', 'start=6 must be .* below total_steps=6'),
-    ('NOISE_START = -0.5', 'NOISE_START = -0.5 .* must be in'),
+    ('NOISE_START = 6', 'start=6 must be below total_steps=6'),
+    ('NOISE_START = -0.5', 'NOISE_START = -0.5 .* must be at least 0'),
     ("LateNoise.params = '^head/covarance'", "params='.head/covarance' matches no"),
   ],
 )
