@@ -1,4 +1,5 @@
-"""What the site has besides docs/: pages of the root, all figures, the API; and the formulas.
+"""What the site has besides docs/: pages of the root and of studies/, all figures, the API;
+formulas.
 
 The API has a page per room, with all its public modules: a new file is there by itself. Formulas
 become MathML, which browsers draw without a script.
@@ -19,6 +20,7 @@ PAGES |= {name: name for name in ('CHANGELOG.md', 'CONTRIBUTING.md', 'SECURITY.m
 PAGES |= {
   f'examples/{path.name}': f'examples/{path.name}' for path in (ROOT / 'examples').glob('*.py')
 }
+STUDIES = [x for x in (ROOT / 'studies').glob('*/*') if x.suffix in ('.md', '.png', '.svg')]
 _FIGURE = re.compile(r'!\[(.*?)\]\(((?:docs/)?figures/[\w.]+)\)')
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 
@@ -34,6 +36,7 @@ def on_files(files, config):
   """Adds the pages that are not in docs/."""
   pages = {name: (ROOT / source).read_text() for name, source in PAGES.items()}
   pages['figures.md'] = _figures()
+  pages |= {str(path.relative_to(ROOT)): path.read_bytes() for path in STUDIES}
   pages |= {_page_of(room): _reference(room, modules) for room, modules in _rooms().items()}
   for name, content in pages.items():
     files.append(File.generated(config, name, content=content))
@@ -41,7 +44,9 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-  """On the site the pages of the root and those of docs/ are in one folder."""
+  """On the site the pages of the root and those of docs/ are in one folder, above studies/."""
+  if page.file.src_uri.startswith('studies/'):
+    return markdown.replace('](../../docs/', '](../../')
   return re.sub(r'\]\((docs/|\.\./)', '](', markdown)
 
 

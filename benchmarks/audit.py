@@ -42,8 +42,6 @@ import time
 import warnings
 
 import numpy as np
-from command_line import make_parser, names, numbers, report
-from probe import memory_watched
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
 from sklearn.exceptions import ConvergenceWarning
@@ -52,6 +50,8 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from sklearn.model_selection import StratifiedKFold
 from sklearn.preprocessing import StandardScaler
 
+from benchmarks.command_line import make_parser, names, numbers, report
+from benchmarks.probe import memory_watched
 from het_plugin import reporting
 from het_plugin.estimators import CLASSIFIERS, probe
 from het_plugin.estimators import audit as of_files

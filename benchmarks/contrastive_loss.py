@@ -20,11 +20,11 @@ os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=8')
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import collect, integers, make_parser, names
 from flax.linen import partitioning as flax_partitioning
-from integrator import time_in_turns
 from jax.sharding import PartitionSpec
 
+from benchmarks.command_line import collect, integers, make_parser, names
+from benchmarks.integrator import time_in_turns
 from het_plugin.heads import Pairs, contrastive_nll
 from het_plugin.integrate import Integrator, LowRank, example_keys
 from het_plugin.training.partitioning import PjitPartitioner

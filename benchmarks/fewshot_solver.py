@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 import threadpoolctl
-from command_line import collect, integers, make_parser
 from sklearn.linear_model import RidgeClassifier
 
+from benchmarks.command_line import collect, integers, make_parser
 from het_plugin.measures import ridge
 from het_plugin.measures.fewshot import L2_GRID
 

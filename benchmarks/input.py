@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
-from command_line import integers, make_parser, report
 from PIL import Image
 
+from benchmarks.command_line import integers, make_parser, report
 from het_plugin.data import DatasetConfig, get_dataset, pipeline
 
 NUM_CLASSES = 4

@@ -37,8 +37,8 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import add_clock, collect, integers, make_parser, names, numbers
 
+from benchmarks.command_line import add_clock, collect, integers, make_parser, names, numbers
 from het_plugin import heads
 from het_plugin.heads import class_buckets
 from het_plugin.integrate import (

@@ -19,8 +19,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import collect, make_parser, names
 
+from benchmarks.command_line import collect, make_parser, names
 from het_plugin.backbones import vit
 from het_plugin.data import TaskInfo
 from het_plugin.heads import HetXL, LearnedTemperature

@@ -10,8 +10,7 @@ fit there. The last column is the formula of docs/scale.md for what a head adds 
 
 import itertools
 
-from command_line import collect, make_parser, names
-
+from benchmarks.command_line import collect, make_parser, names
 from het_plugin.planning import worker
 from het_plugin.planning.worker import Request
 

@@ -27,11 +27,11 @@ import time
 import warnings
 
 import numpy as np
-from command_line import make_parser, names, report
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
+from benchmarks.command_line import make_parser, names, report
 from het_plugin.estimators import CLASSIFIERS
 
 NUM_TEST = 2000

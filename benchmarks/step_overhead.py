@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from command_line import add_clock, collect, integers, make_parser, names
 
+from benchmarks.command_line import add_clock, collect, integers, make_parser, names
 from het_plugin.backbones import vit
 from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
 from het_plugin.integrate import LINKS, SAMPLERS, Integrator, example_keys

@@ -13,10 +13,10 @@ import numpy as np
 import timm
 import torch
 import transformers
-from command_line import add_clock, make_parser, report
 from flax import traverse_util
-from integrator import time_in_turns
 
+from benchmarks.command_line import add_clock, make_parser, report
+from benchmarks.integrator import time_in_turns
 from het_plugin import weights
 from het_plugin.backbones import ViT
 

@@ -29,7 +29,6 @@ _ROOMS = {
     'PredictiveLogits',
   ),
   'integrate': (
-    'Analytic',
     'BatchSoftmax',
     'GaussianLogits',
     'Integrator',

@@ -16,7 +16,7 @@ from pathlib import Path
 import het_plugin
 from het_plugin.operations import stopping, versions
 
-_STOPPABLE = ('train', 'ablate', 'tune', 'quickstart', 'represent', 'probe', 'audit')  # by a signal
+_STOPPABLE = ('train', 'quickstart', 'represent', 'probe', 'audit')  # by a signal
 
 
 def commands() -> dict[str, str]:
@@ -37,6 +37,9 @@ def main() -> None:
     print(completion.script(known), end='')
   elif command in ('--help', '-h', 'help'):
     print(f'{__doc__}\n' + '\n'.join(f'  {name:<12}{text}' for name, text in known.items()))
+  elif command in ('ablate', 'tune'):
+    print(f'Error: in a checkout, {command} is python -m studies.{command}', file=sys.stderr)
+    sys.exit(2)
   elif command not in known:
     similar = difflib.get_close_matches(command, known, 1)
     hint = f'did you mean {similar[0]}?' if similar else f'choose from {", ".join(known)}'

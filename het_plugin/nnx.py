@@ -171,7 +171,7 @@ class PredictiveLogits(nnx.Module):
 
   Attributes:
     head: a head of this module, or another nnx module that returns `GaussianLogits`.
-    integrator: `Integrator`, `Analytic` or `Location`; None is `Integrator()`.
+    integrator: `Integrator` or `Location`; None is `Integrator()`.
     deterministic: whether the keys are the same in every call.
     rng_collection: name of the rng stream of the noise.
   """

@@ -38,7 +38,7 @@ SUBCOMMANDS = {
   'knn': ('evaluation.select', _PROXIES),
   'rank': ('evaluation.select', (*_PROXIES, 'keep', 'shots', 'seeds', 'l2')),
   'ensemble': ('evaluation.select', ('validation', 'test', *_MEMBERS)),
-  'soup': ('experiments.soup', (*_OF_RUNS, 'dataset')),
+  'soup': ('evaluation.soup', (*_OF_RUNS, 'dataset')),
   'finetune': (
     'experiments.finetune',
     (*_OF_RUNS, 'k', 'metric', 'keep', 'sweep', 'test_split', *_MEMBERS),

@@ -4,6 +4,7 @@ of mains, a small trained run.
 
 import contextlib
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-_OURS = ('het_plugin', 'launch', 'benchmarks')  # packages with mains
+_OURS = ('het_plugin', 'launch', 'benchmarks', 'studies')  # packages with mains
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
 # Read by JAX and TensorFlow when they are first imported, which is after this file.
@@ -174,6 +175,33 @@ def run_main(capsys):
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert message.startswith('Error: ')
     return message
+
+  return run
+
+
+@pytest.fixture
+def call_script(monkeypatch):
+  """Runs the main of a benchmark or a study, call_script(module, *flags), in this process, so that
+  imports are shared.
+  """
+  monkeypatch.chdir(_CHECKOUT)
+
+  def call(module, *flags):
+    monkeypatch.setattr(sys, 'argv', [module, *flags])
+    importlib.import_module(module).main()
+
+  return call
+
+
+@pytest.fixture
+def run_script(call_script, tmp_path, capsys):
+  """The same with --json: (rows, printed lines)."""
+
+  def run(module, *flags):
+    out = tmp_path / 'out.json'
+    capsys.readouterr()
+    call_script(module, *flags, f'--json={out}')
+    return json.loads(out.read_text()), capsys.readouterr().out.splitlines()
 
   return run
 

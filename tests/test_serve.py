@@ -16,7 +16,7 @@ import gin
 from het_plugin import backbones, estimators, export, heads, models, runs, weights
 from het_plugin.config import parsing
 from het_plugin.evaluation import serve
-from het_plugin.integrate import Analytic
+from het_plugin.integrate import Integrator
 from het_plugin.runs.starting import train_from_gin
 from het_plugin.weights import onnx_graph, programs
 from tests.evaluation.small_contrastive import SmallContrastive
@@ -249,7 +249,7 @@ def test_a_contrastive_model_is_refused(digits_run, tmp_path):
 def test_experts_that_route_groups_in_training_serve_any_batch(images, tmp_path):
   moe = backbones.SparseMoe(num_experts=2, layers='every_1')
   backbone = backbones.ViT(patch_size=4, width=8, depth=1, mlp_dim=8, num_heads=1, moe=moe)
-  model = models.ClassificationModel(backbone, heads.Det(3), None, None, Analytic())
+  model = models.ClassificationModel(backbone, heads.Det(3), None, None, Integrator(2))
   init = functools.partial(model.get_initial_variables, input_shapes={'image': (1, 8, 8, 1)})
   shapes = jax.eval_shape(init, jax.random.key(0))['params']
   random = np.random.default_rng(0)

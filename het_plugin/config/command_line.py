@@ -26,7 +26,8 @@ _UNBOUND = re.compile(
 )
 _HELP = {'--help', '-h', '-help', '--helpshort', '--helpfull'}
 _WRITTEN = ('csv', 'html', 'json', 'png')  # flags that name a file, which is written at the end
-_OURS = ('het_plugin', 'launch', 'benchmarks', '__main__')  # modules whose flags --help shows
+# Modules whose flags --help shows.
+_OURS = ('het_plugin', 'launch', 'benchmarks', 'studies', '__main__')
 
 
 def define_flags() -> None:

@@ -4,7 +4,6 @@ import importlib
 
 # Imported on first use: estimators need no images, and only the last two import TensorFlow.
 _MODULES = {
-  'held_out': ('HeldOutDatasetConfig', 'get_dataset_with_held_out'),
   'pipeline': (
     'BatchIterator',
     'DatasetConfig',
@@ -23,7 +22,6 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 CONFIGURABLES = {
   'augment': ('CutMix', 'Mixup', 'RandAugment', 'RandomErasing'),
-  'held_out': ('HeldOutDatasetConfig', 'get_dataset_with_held_out'),
   'pipeline': ('DatasetConfig', 'total_steps'),
   'preprocess': ('Flip', 'InceptionCrop', 'PadCrop'),
 }

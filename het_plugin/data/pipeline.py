@@ -97,17 +97,15 @@ class BatchIterator:
     num_examples: int | None,
     num_threads: int | None = None,
     num_workers: int = 0,
-    multiple: int = 1,
   ):
     """Reads nothing yet.
 
     `read` is as ExampleReader.read, called on any thread; `corrupt` counts what it could not read.
-    `rows` are the row numbers of the global batch to read. It can begin at multiples of `multiple`.
+    `rows` are the row numbers of the global batch to read.
     Others are as above and in DatasetConfig.
     """
     self.read = read
     self.corrupt = corrupt
-    self._multiple = multiple
     self._batch_size = batch_size
     self.num_examples = num_examples
     self.element_spec = element_spec
@@ -169,11 +167,8 @@ class BatchIterator:
   def set_state(self, state: Mapping[str, int]) -> None:
     """Continues at a state of get_state, as if never interrupted; reads nothing before it."""
     position = state.get('position', -1)
-    if set(state) != {'position'} or position < 0 or position % self._multiple:
-      raise ValueError(
-        f"state is {dict(state)}; it must be {{'position': p}} with p >= 0, a multiple of "
-        f'{self._multiple}.'
-      )
+    if set(state) != {'position'} or position < 0:
+      raise ValueError(f"state is {dict(state)}; it must be {{'position': p}} with p >= 0.")
     self.close()
     self._position = int(position)
 

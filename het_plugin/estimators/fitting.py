@@ -28,7 +28,7 @@ from het_plugin.estimators.targets import Targets
 # giving it a weight, and the order of the rows does not matter.
 MERGED_ENTRIES = 2**16
 # The noise first has GROWTH times its C_noise. With a third of the labels wrong (digits, and
-# benchmarks/noisy_labels.py) this lowered the NLL of other rows by 0.003 to 0.13 in 7 of 8 fits.
+# studies/noisy_labels) this lowered the NLL of other rows by 0.003 to 0.13 in 7 of 8 fits.
 GROWTH = 10.0
 GROWTH_ITERATIONS = 20
 # Of the fits of `noise_path`.

@@ -3,7 +3,7 @@
 import numpy as np
 
 # C_noise / C where nothing is chosen. For labels of people and of characters 0.001 to 0.3 was
-# chosen, and 0.03 most often (benchmarks/real_features.py).
+# chosen, and 0.03 most often (studies/real_features/real_features.py).
 NOISE_SHARE = 0.03
 # The path of C_noise='auto' has the most noise first, because a search that starts with less noise
 # than it needs may end on a plateau near DET.

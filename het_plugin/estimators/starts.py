@@ -16,7 +16,7 @@ from het_plugin.estimators.directions import noise_directions
 from het_plugin.estimators.model import Model
 
 # Standard deviation of the initial noise, in units of the logits. On labels of a HET-XL (see
-# benchmarks/known_truth.py) searches from 0.15 ended on a plateau near DET, whose gradient is below
+# studies/known_truth) searches from 0.15 ended on a plateau near DET, whose gradient is below
 # 1e-3; those from 0.5 and 1 ended lower, after fewer iterations.
 INITIAL_NOISE = 0.5
 MIN_SHARE = 1e-6

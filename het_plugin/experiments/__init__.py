@@ -1,7 +1,1 @@
-"""Studies: sets of training runs that are compared."""
-
-CONFIGURABLES = {
-  'ablation': ('Ablation',),
-  'analyses': ('ExampleNLL', 'NoiseEffect', 'RowSpaceAlignment'),
-  'flops': ('Flops',),
-}
+"""What launches sets of training runs: the quick start and the fine-tuning of `select`."""

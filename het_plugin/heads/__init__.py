@@ -18,7 +18,6 @@ from het_plugin.heads.contrastive import (
   contrastive_nll,
 )
 from het_plugin.heads.covariance import LowRankCovariance, least_noise, noise_in_directions
-from het_plugin.heads.mixture import MixtureOfSoftmaxes
 from het_plugin.heads.predictive import PredictiveLogits, predictive_logits, row_keys, served
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale
 
@@ -27,7 +26,6 @@ HEADS = {'det': Det, 'het': Het, 'het_h': HetH, 'het_xl': HetXL}  # by the names
 CONFIGURABLES = {
   'classifiers': ('Det', 'Het', 'HetH', 'HetXL'),
   'contrastive': ('ContrastiveDet', 'ContrastiveHetXL'),
-  'mixture': ('MixtureOfSoftmaxes',),
   'temperature': ('FixedTemperature', 'LearnedTemperature', 'LogitScale'),
 }
 
@@ -46,7 +44,6 @@ __all__ = [
   'LearnedTemperature',
   'LogitScale',
   'LowRankCovariance',
-  'MixtureOfSoftmaxes',
   'Pairs',
   'PredictiveLogits',
   'class_buckets',

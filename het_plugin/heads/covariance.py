@@ -38,7 +38,7 @@ class LowRankCovariance(nn.Module):
       b o v(x), which belongs to the location. Only for 'efficient'.
     initial_noise_scale: initial size of the noise relative to the reference's initialisers (1.0:
       about as large as the pre-logits). Short runs do better with 0.1, see
-      gin/runs/ablations/initial_noise.gin.
+      studies/paper/initial_noise.gin.
     dtype: compute type of the matrix products; results are float32.
   """
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from het_plugin.integrate import (
-  Analytic,
   GaussianLogits,
   Integrator,
   Location,
@@ -19,7 +18,7 @@ from het_plugin.integrate import (
   shared_key,
 )
 
-AnyIntegrator = Integrator | Analytic | Location
+AnyIntegrator = Integrator | Location
 
 
 def predictive_logits(
@@ -116,7 +115,7 @@ def check_integrator(owner: str, integrator: AnyIntegrator) -> None:
   """Raises ValueError if it is none, such as a number of samples; `owner` has it as attribute."""
   if not isinstance(integrator, AnyIntegrator):
     raise ValueError(
-      f'{owner}.integrator={integrator!r} must be an Integrator, Analytic or Location: '
+      f'{owner}.integrator={integrator!r} must be an Integrator or Location: '
       'Integrator(num_samples=64)'
     )
 
@@ -150,7 +149,7 @@ class PredictiveLogits(nn.Module):
     head: `Det`, `Het`, `HetH`, `HetXL`, or another module that returns `GaussianLogits`. Its
       parameters are below 'head', or where it is made in a module's `nn.compact`, below that
       module, as 'HetXL_0'.
-    integrator: `Integrator`, `Analytic` or `Location`.
+    integrator: `Integrator` or `Location`.
     rng_collection: name of the rng stream of the noise.
   """
 

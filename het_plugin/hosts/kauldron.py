@@ -92,7 +92,7 @@ class Nll(kd.losses.Loss):
     labels: key of class ids, int [B, L] padded with -1, [B, 1] for one label.
     gaussian: key of the `GaussianLogits` of `Head`.
     keys: key of the PRNG keys of `Head`.
-    integrator: `Integrator`, `Analytic` or `Location`.
+    integrator: `Integrator` or `Location`.
   """
 
   labels: kontext.Key = kontext.REQUIRED

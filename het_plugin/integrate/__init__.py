@@ -1,6 +1,5 @@
 """Gaussian logits, the expectation of their softmax or sigmoid, and the softmax over a batch."""
 
-from het_plugin.integrate.analytic import ESTIMATORS, Analytic, mean_field, taylor
 from het_plugin.integrate.batch_softmax import BatchSoftmax, symmetric_nll
 from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.gaussian import (
@@ -36,7 +35,6 @@ from het_plugin.integrate.samplers import (
 from het_plugin.integrate.tiles import top_class
 
 CONFIGURABLES = {
-  'analytic': ('Analytic',),
   'integrator': ('Integrator',),
   'location': ('Location',),
 }
@@ -50,13 +48,11 @@ SAME_RESULTS = (
 )
 
 __all__ = [
-  'ESTIMATORS',
   'LINKS',
   'METHODS',
   'ORDERS',
   'REMAINDERS',
   'SAMPLERS',
-  'Analytic',
   'BatchSoftmax',
   'Draws',
   'GaussianLogits',
@@ -72,7 +68,6 @@ __all__ = [
   'entropy',
   'example_keys',
   'iid',
-  'mean_field',
   'mirrored',
   'multi_hot',
   'pick_order',
@@ -80,7 +75,6 @@ __all__ = [
   'shared_key',
   'sobol',
   'symmetric_nll',
-  'taylor',
   'top_class',
   'unit_length',
 ]

@@ -19,7 +19,6 @@ from flax import traverse_util
 from het_plugin import heads
 from het_plugin.backbones import as_backbone, with_axes
 from het_plugin.integrate import (
-  Analytic,
   GaussianLogits,
   Integrator,
   Location,
@@ -94,7 +93,7 @@ class ClassificationModel:
     head: nn.Module,
     optimizer_def: Any,
     train_integrator: Integrator,
-    eval_integrator: Integrator | Analytic | Location,
+    eval_integrator: Integrator | Location,
     loss_normalizing_factor: float | None = None,
     eval_seed: int = 0,
     shared_draws: bool = False,

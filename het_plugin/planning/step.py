@@ -26,7 +26,7 @@ PyTree = Any
 _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 _USED = re.compile(r'[Uu]sed ([\d.]+)([KMGT])?i?B? of [\d.]+[KMGT]')
 _TEMPORARIES = re.compile(r'HLO temporaries \(([\d.]+)([KMGT])\)')
-_WITHOUT_NOISE = ('Det', 'ContrastiveDet', 'MixtureOfSoftmaxes')  # heads
+_WITHOUT_NOISE = ('Det', 'ContrastiveDet')  # heads
 _ASKED = {'batch_size': 'BATCH_SIZE', 'num_samples': 'train/Integrator.num_samples'}
 _DEFAULTS = 'het_plugin/gin/planning/defaults.gin'
 # gin copies the values of bindings, which devices do not allow, but not the values of references.

@@ -3,7 +3,6 @@
 CONFIGURABLES = {
   'actions': ('TerminateOnNanAction', 'EarlyStoppingAction'),
   'checkpoints': ('CheckpointConfig', 'SaveCheckpointConfig', 'RestoreCheckpointConfig'),
-  'held_out_temperature': ('HeldOutTemperatureTrainer', 'temperature_optimizer'),
   'nonfinite': ('NonFinitePolicy',),
   'late_noise': ('LateNoise',),
   'learning_rates': ('unfreeze_at',),

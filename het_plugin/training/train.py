@@ -58,7 +58,7 @@ def train(
   stats_period: Count | None = None,
   random_seed: int = 0,
   actions: Mapping[str, Sequence[actions_lib.BaseAction]] | None = None,
-  get_dataset_fn: Callable[[Any, Any], Any] = data.get_dataset_with_held_out,
+  get_dataset_fn: Callable[[Any, Any], Any] = data.get_dataset,
   task_info_fn: Callable[[str], Any] = data.task_info,
   nonfinite: nonfinite_lib.NonFinitePolicy = nonfinite_lib.DEFAULT_POLICY,
   profile_steps: tuple[int, int] | None = None,
@@ -137,9 +137,7 @@ def train(
         f'train.actions has {type(actions[mode][0]).__name__} for {mode}, but '
         f'train.{mode.lower()}_dataset_cfg is None, so it would never run'
       )
-  held_out = getattr(train_dataset_cfg, 'held_out', None)
-  dataset_cfgs = train_dataset_cfg, held_out, *(cfg for cfg, _ in eval_cfgs.values())
-  dataset_cfgs = [cfg for cfg in dataset_cfgs if cfg is not None]
+  dataset_cfgs = [train_dataset_cfg, *(cfg for cfg, _ in eval_cfgs.values())]
   infos = _check_datasets(dataset_cfgs, partitioner, model, task_info_fn)
   names = getattr(infos[0], 'class_names', None) if infos else None
   model_dir = epath.Path(model_dir)
@@ -169,7 +167,6 @@ def train(
       halt_at_nonfinite=nonfinite.action == nonfinite_lib.STOP,
     )
     trainer.check_batch_size(train_dataset_cfg.batch_size)
-    _check_held_out(train_dataset_cfg, trainer)
     evaluators = {
       mode: evaluation.Evaluator(
         _task_name(cfg), open_dataset(cfg), cfg.batch_size, max_batches, partitioner
@@ -308,16 +305,6 @@ def _check_datasets(
       own, first = (getattr(info, 'class_names', None) for info in (infos[-1], infos[0]))
       class_names.check(f'mixture_or_task_name={_task_name(cfg)}', own, first)
   return infos
-
-
-def _check_held_out(cfg: Any, trainer: Any) -> None:
-  """Raises ValueError unless the trainer knows which rows a data set holds out."""
-  of_data, of_trainer = (getattr(x, 'held_out_every', None) for x in (cfg, trainer))
-  if of_data not in (None, of_trainer):
-    raise ValueError(
-      f'train_dataset_cfg holds out one of {of_data} rows: train.trainer_cls must be '
-      f'@HeldOutTemperatureTrainer, with HeldOutTemperatureTrainer.held_out_every = {of_data}'
-    )
 
 
 def _check_run(

@@ -13,7 +13,7 @@ RUN = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'
 
 @pytest.fixture(autouse=True)
 def registered():
-  registry.register('experiments')
+  registry.register_trainer()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from het_plugin.training import train as train_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 GIN = ROOT / 'gin'
-FRAMES = ('train.gin', 'temperature.gin')
+FRAMES = ('train.gin',)
 ALL_RUNS = sorted(path.name for path in (GIN / 'runs').glob('*.gin') if path.name not in FRAMES)
 CONTRASTIVE_RUNS = [name for name in ALL_RUNS if name.startswith('lit_')]
 RUNS = [name for name in ALL_RUNS if name not in CONTRASTIVE_RUNS]

@@ -7,13 +7,12 @@ import pytest
 import gin
 from het_plugin import quickstart, train
 from het_plugin.config import parsing, registry, statements, uses
-from het_plugin.experiments import study
 
 GIN = pathlib.Path(__file__).parents[2] / 'gin'
 RUN = ['het_plugin/gin/runs/glyphs.gin', 'het_plugin/gin/heads/{head}.gin']
 CONTRASTIVE = ('contrastive_det', 'contrastive_het_xl')
 HEADS = ('het_xl', 'det', 'het', 'het_h', 'det_learned_tau')
-FRAMES = ('train.gin', 'temperature.gin')  # runs/temperature.gin is for `tune`, which reads it
+FRAMES = ('train.gin',)
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +134,6 @@ NEED_BACKBONE = ('jft300m', 'jft4b', 'imagenet21k')
 OF_LIT = ('contrastive', 'glyph_names', 'published_pairs', 'lit_')
 NOT_ALONE = {
   'models/contrastive': {'eval/Integrator.num_samples', 'eval/Integrator.sampler'},  # see there
-  'runs/temperature_glyphs': {'HELD_OUT_BATCH_SIZE', 'TRAIN_SPLIT'},  # `tune` refers to them
 }
 
 
@@ -150,7 +148,7 @@ def keys(path):
   [
     path
     for path in sorted(GIN.rglob('*.gin'))
-    if 't5x' not in path.parts and 'ablations' not in path.parts and path.name not in FRAMES
+    if 't5x' not in path.parts and path.name not in FRAMES
   ],
   ids=lambda path: f'{path.parent.name}/{path.stem}',
 )
@@ -176,18 +174,3 @@ def test_every_setting_of_our_files_is_used_by_a_run(path):
       assert not [key for key in found.settings if found.hiding(key)]
       unused -= found.used
   assert not unused
-
-
-@pytest.mark.parametrize('name', study.names())
-def test_every_setting_of_our_studies_is_used_by_a_cell(name, tmp_path):
-  registry.register('experiments')
-  ablation = study.load(name)
-  texts = []
-  chosen = getattr(ablation, 'choose', {})
-  for label, settings in ablation.cells.items():
-    of_cell = {**chosen, **getattr(ablation, 'choose_for', {}).get(label, {})}
-    tried = [f'{key} = {values[0]!r}' for key, values in of_cell.items()]
-    study.Request(tmp_path, tried).run_of([*ablation.shared, *settings]).parse(tmp_path)
-    texts.append(gin.config_str())
-    uses.check([*tried, *(setting for setting in settings if '=' in setting)], texts[-1])
-  uses.check([setting for setting in ablation.shared if '=' in setting], *texts)

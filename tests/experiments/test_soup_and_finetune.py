@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from het_plugin import rows, runs, select, weights
-from het_plugin.experiments import finetune, soup, trainings
+from het_plugin.evaluation import soup
+from het_plugin.experiments import finetune, trainings
 from het_plugin.training import checkpoint_reader
 
 

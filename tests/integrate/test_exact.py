@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.special import entr, expit, log_expit
+from scipy.special import entr, expit
 
-from het_plugin.integrate import Analytic, Integrator, Opaque
+from het_plugin.integrate import Integrator, Opaque
 from het_plugin.integrate.exact import expected_entropy, log_expected_sigmoid
 from tests.integrate import quadrature
 from tests.integrate.hlo import collectives
@@ -206,12 +206,3 @@ def test_noise_without_factors_is_that_of_its_remainder():
     return EXACT.log_prob(logits.replace(covariance=covariance))
 
   np.testing.assert_allclose(found(loading[:, :0]), found(0.0 * loading), rtol=1e-5)
-
-
-def test_mean_field_takes_the_same_variances():
-  """A baseline for diagonal remainders under a projection, too."""
-  logits = gaussian(make('linear', dtype=jnp.float32), 'linear', 'diag', 'sigmoid')
-  find = jax.jit(lambda logits: (*dense_marginals(logits), Analytic().log_prob(logits)[:, :K]))
-  mean, std, found = map(np.asarray, find(logits))
-  expected = log_expit(mean / np.sqrt(1 + np.pi / 8 * np.square(std)))
-  np.testing.assert_allclose(found, expected, rtol=1e-5)

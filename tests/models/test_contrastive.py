@@ -12,7 +12,7 @@ from scipy import special
 
 from het_plugin.backbones import Mlp, TextTransformer, ViT
 from het_plugin.heads import ContrastiveDet, ContrastiveHetXL, Det
-from het_plugin.integrate import Analytic, Integrator
+from het_plugin.integrate import Integrator, Location
 from het_plugin.models import ContrastiveModel
 from het_plugin.training import optimizers, partitioning
 from het_plugin.training import step as step_lib
@@ -241,7 +241,7 @@ def task(**info):
       lambda: make_model(head=Det(3)).validate(task(vocab_size=40)),
       'ContrastiveModel.head=Det has clas',
     ),
-    (lambda: make_model(eval_integrator=Analytic()), r'eval_integrator=Analytic\(.* None for no n'),
+    (lambda: make_model(eval_integrator=Location()), r'eval_integrator=Location\(.* None for no n'),
     (lambda: make_model(backbone=Mlp()), 'embedding_dim must be set: Mlp does not state the width'),
     (lambda: make_model(embedding_dim=0), 'ContrastiveModel.embedding_dim=0 must be at least 1'),
   ],

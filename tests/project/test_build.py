@@ -50,7 +50,7 @@ TARGETS = read_build()
 
 def test_every_python_file_is_in_a_target():
   found = {file for target in TARGETS.values() for file in target.get('srcs', ())}
-  folders = ('het_plugin', 'benchmarks', 'launch', 'tests')
+  folders = ('het_plugin', 'benchmarks', 'launch', 'studies', 'tests')
   wanted = {str(p.relative_to(ROOT)) for folder in folders for p in (ROOT / folder).rglob('*.py')}
   assert wanted <= found, f'BUILD lacks {sorted(wanted - found)}'
 

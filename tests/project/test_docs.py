@@ -1,8 +1,9 @@
-"""README and docs/: lines are short, what they name exists (links, paths, flags, bindings), and
-examples run.
+"""README, docs/ and the pages of studies/: lines are short, what they name exists (links, paths,
+flags, bindings), and examples run.
 """
 
 import functools
+import importlib
 import os
 import re
 import subprocess
@@ -12,15 +13,20 @@ from pathlib import Path
 import pytest
 
 import gin
+import studies
 from het_plugin.config import registry
+from studies import study
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')])
-TREES = ('het_plugin', 'gin', 'launch', 'tests', 'benchmarks', 'docs', 'examples')
+PAGES = sorted(
+  [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md'), *(ROOT / 'studies').glob('*/*.md')]
+)
+TREES = ('het_plugin', 'gin', 'launch', 'tests', 'benchmarks', 'docs', 'examples', 'studies')
+STUDIES = [f'studies/{path.name}' for path in (ROOT / 'studies').iterdir() if path.is_dir()]
 # Made by a run or a reader, not part of the tree.
 EXAMPLES = {'het_plugin/gin/heads/NAME.gin', 'gin/heads/NAME.gin', 'het_plugin.gin'}
 
-pages = pytest.mark.parametrize('page', PAGES, ids=lambda path: path.name)
+pages = pytest.mark.parametrize('page', PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 def blocks(page, language):
@@ -48,7 +54,9 @@ def test_links_resolve(page):
 def test_paths_exist(page):
   text = page.read_text()
   names = re.findall(r'`([\w./-]+)`', text) + re.findall(r"'(het_plugin/gin/[\w./-]+)'", text)
-  names += re.findall(r'(?:=|bash |python )((?:gin|launch|tests|benchmarks)/[\w./-]+)', text)
+  names += re.findall(
+    r'(?:=|bash |python )((?:gin|launch|tests|benchmarks|studies)/[\w./-]+)', text
+  )
   for name in set(names) - EXAMPLES:
     if name.split('/')[0] in TREES and '/' in name:
       path = name.removeprefix('het_plugin/') if name.startswith('het_plugin/gin/') else name
@@ -66,10 +74,9 @@ def defined_flags(main):
   flags |= set(re.findall(r"(?:flags\.DEFINE_\w+\(|\.add_argument\()\s*'(?:--)?(\w+)'", text))
   for module, names in re.findall(r'^from ([\w.]+) import (\([^)]*\)|.*)', text, re.M):
     for name in ('', *re.findall(r'\w+', names)):
-      for root in ('', 'benchmarks/'):  # a benchmark imports its siblings by their names
-        path = root + '/'.join(filter(None, (*module.split('.'), name))) + '.py'
-        if (ROOT / path).is_file() and 'flags' in (ROOT / path).read_text():
-          flags |= defined_flags(path)
+      path = '/'.join(filter(None, (*module.split('.'), name))) + '.py'
+      if (ROOT / path).is_file() and 'flags' in (ROOT / path).read_text():
+        flags |= defined_flags(path)
   return flags
 
 
@@ -77,18 +84,23 @@ def main_of(command):
   """The file of the main that a shell line starts; None where it is none of ours."""
   if 'launch/quickstart.sh' in command:  # hands its arguments on
     return 'het_plugin/quickstart.py'
-  if module := re.search(r'python -m ((?:het_plugin|launch)\.[\w.]+)', command):
+  if module := re.search(r'python -m ((?:het_plugin|launch|benchmarks|studies)\.[\w.]+)', command):
     return module[1].replace('.', '/') + '.py'
   if 'launch/tpu_vm.sh' in command:
     return 'launch/tpu_vm.sh'
-  script = re.search(r'python (benchmarks/\w+\.py)', command)
+  script = re.search(r'python ((?:benchmarks|studies)/[\w/]+\.py)', command)
   return script and script[1]
 
 
 @pages
 def test_commands_exist(page):
-  for name in re.findall(r'`(?:het-plugin |python -m het_plugin\.)(\w+)', page.read_text()):
+  text = page.read_text()
+  for name in re.findall(r'`(?:het-plugin |python -m het_plugin\.)(\w+)', text):
     assert (ROOT / 'het_plugin' / f'{name}.py').is_file(), name
+  for name in re.findall(r'python -m ((?:benchmarks|launch|studies)\.[\w.]*\w)', text):
+    assert (ROOT / f'{name.replace(".", "/")}.py').is_file(), name
+  for name in re.findall(r'python -m studies\.ablate (\w+)(?![\w./])', text):
+    assert name == 'NAME' or name in study.names(), name
 
 
 @pages
@@ -103,7 +115,7 @@ def test_flags_exist(page):
 
 @pages
 def test_flags_in_the_text_are_flags_of_a_main(page):
-  folders = ('het_plugin', 'benchmarks', 'launch', 'launch/gke')
+  folders = ('het_plugin', 'benchmarks', 'launch', 'launch/gke', 'studies', *STUDIES)
   mains = [f'{name}/{path.name}' for name in folders for path in (ROOT / name).glob('*.py')]
   mains.append('launch/tpu_vm.sh')
   unknown = set(re.findall(r'`--(\w+)(?![\w.-])', page.read_text()))
@@ -135,8 +147,9 @@ def test_bindings_name_what_exists(page):
   for block in blocks(page, 'python'):
     if '@gin.configurable' in block:  # a module of the reader
       exec(block, {'__name__': 'my_module'})
-  registry.register('experiments')
-  gin_files = '\n'.join(path.read_text() for path in (ROOT / 'gin').rglob('*.gin'))
+  register_studies()
+  files = [*(ROOT / 'gin').rglob('*.gin'), *(ROOT / 'studies').rglob('*.gin')]
+  gin_files = '\n'.join(path.read_text() for path in files)
   macros = {name for pair in re.findall(r'^(\w+) =|%(\w+)', gin_files, re.M) for name in pair}
   of_t5x = '\n'.join(path.read_text() for path in (ROOT / 'gin/t5x').glob('*.gin'))
   for configurable, name in gin_names(page):
@@ -144,6 +157,12 @@ def test_bindings_name_what_exists(page):
       assert name in macros | {'NAME', 'USE_CACHED_TASKS'}, f'no gin file has a macro {name}'
     elif f'{configurable}.{name} =' not in of_t5x:  # whose Trainer has other parameters than ours
       gin.parse_config(f'{configurable}.{name} = None')  # an error where there is no such parameter
+
+
+def register_studies():
+  registry.register_table('studies', studies.CONFIGURABLES)
+  importlib.import_module('studies.narrow_layers.mixture')
+  importlib.import_module('studies.temperature.held_out')
 
 
 def configurable(name):
@@ -157,7 +176,7 @@ def configurable(name):
 @pages
 def test_parameters_in_the_text_exist(page):
   registry.register_trainer()
-  registry.register('experiments')
+  register_studies()
   for name, parameter in re.findall(r'`(?:\w+/)?(\w+)\.(\w+)`', page.read_text()):
     is_file = parameter in ('gin', 'py')
     if not is_file and (known := configurable(name)) and not hasattr(known, parameter):

@@ -53,8 +53,6 @@ NAMED = (
   integrate.GaussianLogits,
   integrate.Integrator,
   integrate.example_keys,
-  integrate.mean_field,
-  integrate.taylor,
   knn.knn_accuracy,
   models.ClassificationModel,
   probe,

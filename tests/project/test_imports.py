@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ BELOW = {
   'operations': {'training', 'reporting'},
   'config': {'training', 'weights', 'operations', 'data', 'reporting', 'system'},
   'runs': {'config', 'operations', 'training', 'data', 'rows', 'weights'},
-  'evaluation': {'runs', 'training', 'data', 'rows', 'measures', 'weights', 'reporting'},
+  'evaluation': {'config', 'runs', 'training', 'data', 'rows', 'measures', 'weights', 'reporting'},
   'estimators': {
     'runs',
     'rows',
@@ -50,9 +51,6 @@ BELOW = {
     'data',
     'rows',
     'measures',
-    'models',
-    'heads',
-    'integrate',
     'reporting',
     'weights',
   },
@@ -115,6 +113,15 @@ def test_no_file_imports_itself_through_others():
     for path in free:
       del left[path]
   assert not left, f'a circle is among {sorted(str(p.relative_to(PACKAGE)) for p in left)}'
+
+
+def test_studies_take_the_public_interface_only():
+  assert not users('studies') | users('benchmarks')
+  for path in (ROOT / 'studies').rglob('*.py'):
+    text = path.read_text()
+    ours = [name for name in imports(path) if name.split('.')[0] in ('benchmarks', 'het_plugin')]
+    assert not [name for name in ours if '._' in name], path
+    assert not re.search(r'\b(?!self\b|ablation\b)\w+\._[a-z]', text), path
 
 
 def test_measures_know_neither_jax_nor_files():

@@ -63,16 +63,13 @@ def test_all_data_sets_of_a_run_number_the_classes_as_the_first(tmp_path):
   model = toy.ToyModel()
   other = toy.ToyDatasetConfig(16, 'other')
   model.validate = lambda info: None
-  with_other = toy.ToyDatasetConfig(16)
-  object.__setattr__(with_other, 'held_out', other)
-  for settings in ({'train_eval_dataset_cfg': other}, {'train_dataset_cfg': with_other}):
-    with pytest.raises(ValueError, match="name=other: 'bee' is class 0 here and class 1 in the tr"):
-      toy_run.run(
-        tmp_path,
-        model=model,
-        task_info_fn=lambda task: types.SimpleNamespace(class_names=names.get(task)),
-        **settings,
-      )
+  with pytest.raises(ValueError, match="name=other: 'bee' is class 0 here and class 1 in the tr"):
+    toy_run.run(
+      tmp_path,
+      model=model,
+      task_info_fn=lambda task: types.SimpleNamespace(class_names=names.get(task)),
+      train_eval_dataset_cfg=other,
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from het_plugin import backbones, heads
-from het_plugin.integrate import Analytic, Integrator
+from het_plugin.integrate import Integrator
 from het_plugin.weights import onnx_graph
 from tests.params import drawn
 
@@ -89,8 +89,6 @@ HEADS = {
     heads.HetXL(10, num_factors=5, link='sigmoid', class_multiple=1),
     Integrator(chunk_bytes=2 * 8 * 40),
   ),
-  'mixture': (heads.MixtureOfSoftmaxes(10, num_components=3), Integrator()),
-  'mean_field': (heads.HetXL(10, num_factors=3), Analytic('mean_field')),
 }
 
 

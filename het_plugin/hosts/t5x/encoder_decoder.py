@@ -14,7 +14,7 @@ from flax import linen as nn
 from t5x import adafactor, losses, models
 from t5x.examples.t5 import network
 
-from het_plugin.integrate import Analytic, GaussianLogits, Integrator, example_keys, shared_key
+from het_plugin.integrate import GaussianLogits, Integrator, example_keys, shared_key
 
 PROJECTION = 'logits_dense'  # the layer of the network that the head replaces
 # Noise dimensions are as wide as the decoder; there are few factors.
@@ -40,7 +40,7 @@ class Transformer(network.Transformer):
   """
 
   head: nn.Module
-  integrator: Integrator | Analytic
+  integrator: Integrator
   eval_seed: int = 0
 
   def setup(self):
