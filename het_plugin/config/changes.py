@@ -1,4 +1,4 @@
-"""Whether a run that is resumed is still the same run.
+"""Whether a run that is resumed is still the same run, on the same data.
 
 A change of the gin configuration needs --accept_config_changes if it may change the results: what
 the model computes, the order of the examples, the update of the parameters. Any other change (the
@@ -161,13 +161,32 @@ class RunConfig:
     self._replaced = None
     self._changes: tuple[list[Change], int] = [], 0  # and the step since when
 
-  def check(self, step: int, record: Mapping[str, Any], model_dir: epath.PathLike) -> None:
+  def check(
+    self,
+    step: int,
+    record: Mapping[str, Any],
+    model_dir: epath.PathLike,
+    data: Mapping[str, Any] | None = None,
+  ) -> None:
     """Compares the configuration with that in a record of model_dir; `write` logs the changes.
+
+    `data` are JSON values about the training data, by what they are. Those that the record has too
+    must be the same.
 
     Raises:
       ValueError: a change may change the results and is not accepted; all changes are logged.
     """
     found = changes(record['config'], self.text)
+    others = any(change.changes_results for change in found)
+    used = record.get('data', {})
+    found = [
+      *(
+        Change(name, used[name], value, changes_results=True, name=name)
+        for name, value in (data or {}).items()
+        if used.get(name, value) != value
+      ),
+      *found,
+    ]
     serious = [change for change in found if change.changes_results]
     self._changes = found, step
     if serious and not self._accept_changes:
@@ -179,10 +198,11 @@ class RunConfig:
       if self._how_to_accept is not None:
         ways_out = f', take another directory, or continue with {self._how_to_accept}'
       raise ValueError(
-        f'{model_dir} holds a run with a different configuration (from step {step} on): {names}'
-        f'{more} changed (the lines above say how). Undo the change{ways_out}'
+        f'{model_dir} holds a run with {"a different configuration" if others else "other data"} '
+        f'(from step {step} on): {names}{more} changed (the lines above say how). '
+        f'Undo the change{ways_out}'
       )
-    self._replaced = record['config'] if serious else None
+    self._replaced = record['config'] if others else None
 
   def _log_changes(self) -> None:
     """Logs what the last `check` found, a line per change, because a screen shows no others."""

@@ -1,6 +1,7 @@
 """The names of the classes that a run trains on: class_names.txt in its directory, a line each.
 
-Predictions have names by this file, without the training data.
+Predictions have names by this file, without the training data. The record of a checkpoint has a
+digest of them, because the file may have been exchanged.
 """
 
 import logging
@@ -8,23 +9,41 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from het_plugin.training import checkpoint_reader, run_files
+from het_plugin.training import checkpoint_reader, checksum, run_files
 
 _log = logging.getLogger(__name__)
 
 FILE = 'class_names.txt'
 
 
+def digest(names: Sequence[str] | None) -> str | None:
+  """SHA-256 of the names and their order; None for none."""
+  return checksum.json_digest(names) if names else None
+
+
 def read(checkpoint: epath.PathLike) -> tuple[str, ...] | None:
-  """The names in the directory of a run, or of a checkpoint's run; None without the file."""
-  path = checkpoint_reader.find(checkpoint).parent / FILE
+  """The names in the directory of a run, or of a checkpoint's run; None without the file.
+
+  Raises:
+    ValueError: the file is damaged, or has other names than the checkpoint was trained with.
+  """
+  found = checkpoint_reader.find(checkpoint)
+  path = found.parent / FILE
   try:
     text = path.read_text()
   except OSError:
     return None
   except UnicodeDecodeError as error:
     raise ValueError(f'{path} is damaged: {error}') from error
-  return tuple(text.removesuffix('\n').split('\n'))  # an editor may leave the last line open
+  names = tuple(text.removesuffix('\n').split('\n'))  # an editor may leave the last line open
+  description, _ = checkpoint_reader.attempt(lambda: checkpoint_reader.read_json(found))
+  trained_with = description and description.record.get('class_names')
+  if trained_with and digest(names) != trained_with:
+    raise ValueError(
+      f'{path} does not have the names, in their order, that {found.name} was trained with: put '
+      'the file of the run back'
+    )
+  return names
 
 
 def write(model_dir: epath.PathLike, names: Sequence[str]) -> None:

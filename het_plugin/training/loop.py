@@ -63,7 +63,7 @@ class TrainLoop:
   actions: actions_lib.Actions
   writer: metric_writers.RunWriter
   checkpointer: checkpoints.Checkpointer
-  config: str  # the text of the configuration, which is kept with each checkpoint
+  about: Mapping[str, Any]  # the run as JSON values, which are kept with each checkpoint
   guard: nonfinite.NonFiniteGuard
   observer: observer_lib.Observer
   first_tau: float | None = None  # the temperature of step 1; None if it is not known
@@ -242,7 +242,7 @@ class TrainLoop:
         self.train_state,
         self.batches.state,
         {
-          'config': self.config,
+          **self.about,
           'evaluated': evaluated,
           'last_evaluation': step,
           'stopped': stopped_by(self.actions, self.schedule) if self._stopped else None,

@@ -14,6 +14,7 @@ from clu import parameter_overview
 from etils import epath
 
 from het_plugin import data
+from het_plugin.data import splits
 from het_plugin.system import ranges
 from het_plugin.system.ranges import Count
 from het_plugin.training import actions as actions_lib
@@ -100,8 +101,9 @@ def train(
     evaluate_again: whether a run that is complete is evaluated once more, as now configured; the
       new lines of metrics.jsonl replace the lines of its last evaluation.
     config: the configuration, with the interface of `config.changes.RunConfig`, which process 0
-      calls: `check` on the record of the newest checkpoint, and `write` before the first step. Its
-      `text` is in the record of each checkpoint. None if there is none to check or keep.
+      calls: `check` on the record of the newest checkpoint and on what the training data are now,
+      and `write` before the first step. Its `text` is in the record of each checkpoint. None if
+      there is none to check or keep.
     observer: watches the run. With None, model_dir is not locked and SIGTERM not noticed.
 
   Returns:
@@ -141,7 +143,10 @@ def train(
   infos = _check_datasets(dataset_cfgs, partitioner, model, task_info_fn)
   names = getattr(infos[0], 'class_names', None) if infos else None
   model_dir = epath.Path(model_dir)
-  check_run = functools.partial(_check_run, model_dir, config, _task_name(train_dataset_cfg), names)
+  used = _used_data(train_dataset_cfg, infos)
+  check_run = functools.partial(
+    _check_run, model_dir, config, _task_name(train_dataset_cfg), names, used
+  )
   checked = processes.in_the_first(check_run)
 
   with contextlib.ExitStack() as stack:
@@ -203,6 +208,8 @@ def train(
       start = checkpoints.RunState(train_state)
     else:
       start = restored
+      kept = class_names.read(model_dir)  # those of its older checkpoints, too
+      names = kept if names and kept and len(kept) == len(names) else names
       if start.dataset_state is None:
         _log.warning('The checkpoint has no input position: the data set starts again.')
       else:
@@ -250,7 +257,11 @@ def train(
       actions=actions,
       writer=writer,
       checkpointer=checkpointer,
-      config='' if config is None else config.text,
+      about={
+        'config': '' if config is None else config.text,
+        'data': used,
+        'class_names': class_names.digest(names),
+      },
       guard=nonfinite_lib.NonFiniteGuard(
         nonfinite, model_dir, start.record.get('skipped_steps', 0)
       ),
@@ -307,11 +318,22 @@ def _check_datasets(
   return infos
 
 
+def _used_data(cfg: Any, infos: Sequence[Any]) -> dict[str, Any]:
+  """What the task knows of the training data, as JSON values: they may change under its name."""
+  info = infos[0] if infos else None
+  found = {'the version of the training data': getattr(info, 'version', None)}
+  if hasattr(info, 'splits') and hasattr(cfg, 'split'):
+    part = splits.resolve(cfg.split, info.splits, _task_name(cfg))
+    found['the number of training examples'] = part.num_records
+  return found
+
+
 def _check_run(
   model_dir: epath.Path,
   config: Any | None,
   task: str,
   names: Sequence[str] | None,
+  used: Mapping[str, Any],
   checked: str = '',
 ) -> str:
   """Compares a run with its newest checkpoint, unless that is of step `checked`; returns its
@@ -324,7 +346,7 @@ def _check_run(
   step = '' if newest is None else str(newest[0])
   if step not in ('', checked):
     if config is not None:
-      config.check(*newest, model_dir)
+      config.check(*newest, model_dir, used)
     class_names.check(f'mixture_or_task_name={task}', names, class_names.read(model_dir))
   return step
 

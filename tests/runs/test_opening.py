@@ -59,11 +59,18 @@ def test_a_typed_binding_that_nothing_uses_is_an_error(digits_run):
 
 @pytest.mark.parametrize(
   'content,message',
-  [(b'\xff\xfe\n', 'class_names.txt is damaged'), (b'a\nb', '2 names.* 10 classes')],
+  [
+    (b'\xff\xfe\n', 'class_names.txt is damaged'),
+    (b'1\n0\n2\n3\n4\n5\n6\n7\n8\n9\n', 'that checkpoint_2 was trained with'),
+    (b'a\nb', '2 names.* 10 classes'),
+  ],
 )
 def test_names_that_are_not_those_of_the_head(digits_run, tmp_path, content, message):
-  for name in ('checkpoint_2', 'config.gin'):
+  (tmp_path / 'checkpoint_2').mkdir()
+  for name in ('checkpoint_2/state', 'checkpoint_2/dataset', 'checkpoint_2/record', 'config.gin'):
     (tmp_path / name).symlink_to(digits_run[0] / name)
+  if 'classes' in message:  # as under t5x, which keeps no record
+    (tmp_path / 'checkpoint_2' / 'record').unlink()
   (tmp_path / 'class_names.txt').write_bytes(content)
   with pytest.raises(ValueError, match=message):
     runs.open_run(tmp_path)

@@ -470,6 +470,35 @@ def test_a_checkpoint_of_another_run_that_came_while_it_waited_is_not_resumed(
     toy_run.run(tmp_path, config=config, observer=Waits())
 
 
+def test_a_run_does_not_go_on_with_other_data_under_the_same_name(tmp_path, caplog):
+  model = toy.ToyModel()
+  model.validate = lambda info: None
+  half = toy.ToyDatasetConfig(16, split='train[:50%]')
+
+  def run(size, version, accept=False):
+    info = types.SimpleNamespace(splits={'train': size}, version=version)
+    config = changes.RunConfig('A = 1', accept)
+    toy_run.run(
+      tmp_path,
+      model=model,
+      total_steps=2,
+      config=config,
+      train_dataset_cfg=half,
+      task_info_fn=lambda task: info,
+    )
+
+  run(100, 'a')
+  run(100, 'a')
+  with pytest.raises(ValueError, match='other data .*the version of the training data changed'):
+    run(100, 'b')
+  assert 'may change the results of this run changed since step 2: the version' in caplog.text
+  assert "'a' -> 'b'" in caplog.text
+  with pytest.raises(ValueError, match='other data .*the number of training examples changed'):
+    run(98, 'a')
+  run(98, 'b', accept=True)
+  assert not list(tmp_path.glob('config_until_*'))
+
+
 def test_the_classes_of_a_run_keep_their_numbers(tmp_path, caplog):
   model = toy.ToyModel()
   model.validate = lambda info: None
@@ -485,8 +514,15 @@ def test_the_classes_of_a_run_keep_their_numbers(tmp_path, caplog):
   assert class_names.read(tmp_path) == ('ant', 'bee') and 'class ' not in caplog.text
   run('ant', 'wasp')
   assert re.search("class 1 is 'wasp' .*'bee'", caplog.text)
+  assert class_names.read(tmp_path) == ('ant', 'bee')
   with pytest.raises(ValueError, match=r"name=toy: the class name 'b\\ne' has a line break"):
     run('ant', 'b\ne')
+  (tmp_path / class_names.FILE).write_text('bee\nant\n')
+  for read in (run, lambda *_: class_names.read(tmp_path / 'checkpoint_2')):
+    with pytest.raises(
+      ValueError, match='names, in their order, that checkpoint_2 was trained with'
+    ):
+      read('bee', 'ant')
 
 
 def test_warm_start_takes_parameters_only(tmp_path, uninterrupted):

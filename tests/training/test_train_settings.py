@@ -20,7 +20,7 @@ class Config:
     self.seen = []
     self.written = []
 
-  def check(self, step, record, model_dir):
+  def check(self, step, record, model_dir, data):
     self.seen.append((step, record['config']))
     if len(self.seen) == 2:
       raise ValueError('another run')

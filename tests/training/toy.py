@@ -103,6 +103,7 @@ class ToyDatasetConfig:
   mixture_or_task_name: str = 'toy'
   num_examples: int | None = None
   nan_rows: tuple[int, ...] = ()
+  split: str = 'train'  # which is not looked at
 
 
 class ToyIterator:
