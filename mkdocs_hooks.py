@@ -5,12 +5,15 @@ The API has a page per room, with all its public modules: a new file is there by
 become MathML, which browsers draw without a script.
 """
 
+import ast
 import html
 import re
 from pathlib import Path
 
 from latex2mathml import converter
 from mkdocs.structure.files import File
+
+import het_plugin
 
 ROOT = Path(__file__).parent
 PACKAGE = ROOT / 'het_plugin'
@@ -28,7 +31,7 @@ _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
 def on_config(config):
   """Adds the pages of the API to the navigation."""
   (api,) = [entry for entry in config.nav if 'API' in entry]
-  api['API'] = [_page_of(room) for room in _rooms()]
+  api['API'] = ['api/index.md', *(_page_of(room) for room in _rooms())]
   return config
 
 
@@ -37,6 +40,7 @@ def on_files(files, config):
   pages = {name: (ROOT / source).read_text() for name, source in PAGES.items()}
   pages['figures.md'] = _figures()
   pages |= {str(path.relative_to(ROOT)): path.read_bytes() for path in STUDIES}
+  pages['api/index.md'] = _overview()
   pages |= {_page_of(room): _reference(room, modules) for room, modules in _rooms().items()}
   for name, content in pages.items():
     files.append(File.generated(config, name, content=content))
@@ -69,7 +73,7 @@ def _page_of(room):
 
 def _rooms():
   """{room: its public modules, the package itself first}, as dotted names."""
-  rooms = {}
+  rooms = {'nnx': ['het_plugin.nnx']}
   for path in sorted(PACKAGE.glob('*/**/*.py')):
     parts = path.relative_to(ROOT).with_suffix('').parts
     if parts[-1] == '__init__':
@@ -81,14 +85,48 @@ def _rooms():
 
 def _reference(room, modules):
   """The page of a room: its documentation, then a section per module."""
+  members = str(len(modules) == 1).lower()
   text = [
     f'# {room}',
-    f'::: {modules[0]}\n    options: {{members: false, show_root_heading: false}}',
+    f'::: {modules[0]}\n    options: {{members: {members}, show_root_heading: false}}',
   ]
   for module in modules[1:]:
     text.append(f'## {module.removeprefix(f"het_plugin.{room}.")}')
     text.append(f'::: {module}')
   return '\n\n'.join(text)
+
+
+def _overview():
+  """The page of the names that `het_plugin` has itself, and of its rooms, a line for each."""
+  text = ['# Overview', '`from het_plugin import NAME` gives:', '| name | |\n|---|---|']
+  for name, room in het_plugin._ROOM_OF.items():
+    module = _definer(room, name)
+    summary = _summary(module, name)
+    text[-1] += f'\n| [`{name}`][{module}.{name}] | {summary} |'
+  text += ['The rooms, each with a page:', '| room | |\n|---|---|']
+  for room, (module, *_) in _rooms().items():
+    text[-1] += f'\n| [{room}]({room}.md) | {_summary(module)} |'
+  return '\n\n'.join(text)
+
+
+def _definer(room, name):
+  """The module from which the room imports the name."""
+  imports = [x for x in _tree(f'het_plugin.{room}').body if isinstance(x, ast.ImportFrom)]
+  return next(x.module for x in imports if name in [alias.name for alias in x.names])
+
+
+def _summary(module, name=None):
+  """The first paragraph of the documentation of a module, or of a class or function in it."""
+  tree = _tree(module)
+  if name is not None:
+    tree = next(x for x in tree.body if getattr(x, 'name', None) == name)
+  return ' '.join(ast.get_docstring(tree).split('\n\n')[0].split()).replace('|', r'\|')
+
+
+def _tree(module):
+  path = ROOT / module.replace('.', '/')
+  path = path / '__init__.py' if path.is_dir() else path.with_suffix('.py')
+  return ast.parse(path.read_text())
 
 
 def _figures():
