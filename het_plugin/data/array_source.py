@@ -18,7 +18,8 @@ from het_plugin.data.sources import ImageTextInfo, TaskInfo
 from het_plugin.rows import files
 from het_plugin.rows import labels as labels_lib
 
-SPLIT_KEY = counter_random.base_key(20230127)  # a constant: splits must not change between runs
+SPLIT_WORD = 20230127  # a constant: splits must not change between runs
+SPLIT_KEY = counter_random.base_key(SPLIT_WORD)
 VALIDATION_FRACTION = 0.1
 MOST_CHANNELS = 4  # more are rarely meant, see `check_channels`
 _NUM_DIGITS = 1797
@@ -136,7 +137,7 @@ def npz_source(path: str) -> ArraySource:
         raise ValueError(f'{name}: class_name is {names.shape}; it must be [K].')
       names = tuple(names.tolist())
     num_images, common = _images_info(name, path, arrays)
-    num_classes, labels, annotators = _labels(name, arrays, names, num_images)
+    num_classes, labels, annotators = labels_of(name, arrays, names, num_images)
     splits = _splits(name, arrays, num_images)
   fields = tuple(x for x in labels.dtype.names or () if x != 'label')
   max_labels = (labels['label'] if fields else labels).shape[1]
@@ -235,8 +236,16 @@ def _reading(
     raise ValueError(f'{name} is not a valid NPZ file: {error}.') from error
 
 
-def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray, tuple[str, ...] | None]:
-  """Returns the number of classes, the labels, int32 [N, L] or with fields, and the annotators."""
+def labels_of(
+  name: str, arrays: Mapping[str, np.ndarray], names: tuple[str, ...] | None, num_images: int
+) -> tuple[int, np.ndarray, tuple[str, ...] | None]:
+  """Number of classes, labels int32 [N, L] or with fields, and annotators.
+
+  `arrays` are those of an NPZ file (docs/data.md); `names` are those of the classes.
+
+  Raises:
+    ValueError: an array has another shape, type or values; it begins with `name`.
+  """
   labels = arrays['label']
   label_weight, weight, annotator = (
     arrays[field] if field in arrays else None for field in annotations.LABEL_FIELDS

@@ -26,14 +26,14 @@ _BILINEAR = fast.ResizeAlg.convolution(fast.FilterType.bilinear)
 
 
 def decode(encoded: bytes, channels: int = 3) -> np.ndarray | None:
-  """Decodes a JPEG or PNG file to uint8 [h, w, 1, 3 or 4]; None if it is not a whole image."""
+  """Decodes a JPEG, PNG or WebP file to uint8 [h, w, 1, 3 or 4]; None if it is no whole image."""
   if channels == 3 and encoded[:2] == b'\xff\xd8':  # a JPEG file
     with contextlib.suppress(ValueError):  # damaged or CMYK: Pillow decides
       height, width, *_ = simplejpeg.decode_jpeg_header(encoded)
       if height * width <= Image.MAX_IMAGE_PIXELS:
         return simplejpeg.decode_jpeg(encoded)
   try:
-    image = Image.open(io.BytesIO(encoded), formats=('JPEG', 'PNG'))
+    image = Image.open(io.BytesIO(encoded), formats=('JPEG', 'PNG', 'WEBP'))
     if image.mode.startswith('I'):  # 16-bit grey: convert would clip values above 255
       image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     image = image.convert(MODES[channels])

@@ -8,7 +8,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from het_plugin.data import annotations, array_source, glyphs, image_folder, tfds_names
+from het_plugin.data import (
+  annotations,
+  array_source,
+  glyphs,
+  image_folder,
+  tfds_names,
+  webdataset_source,
+)
 from het_plugin.data import augment as augment_lib
 from het_plugin.data import preprocess as pp
 from het_plugin.data import reader as reader_lib
@@ -153,6 +160,14 @@ def _tfds(name: str, source: str = 'TfdsSource') -> ExampleSource:
   return getattr(tfds_source, source)(name)
 
 
+def _parquet(name: str, source: str = 'ParquetSource') -> ExampleSource:
+  from het_plugin.data import parquet_source  # pyarrow takes time to import
+
+  return getattr(parquet_source, source)(name)
+
+
+_parquet_captions = functools.partial(_parquet, source='ParquetCaptionSource')
+_webdataset_captions = webdataset_source.WebDatasetCaptionSource
 _tfds_captions = functools.partial(_tfds, source='TfdsCaptionSource')
 
 # prefix: (factory of the source, training preprocessors, evaluation preprocessors, vocabulary)
@@ -160,9 +175,13 @@ _MAKERS: dict[str, tuple[Callable[[str], ExampleSource], Sequence, Sequence, str
   'npz': (array_source.npz_source, (), (), None),
   'features': (array_source.features_source, (), (), None),
   'image_folder': (image_folder.ImageFolderSource, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
+  'parquet': (_parquet, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
+  'webdataset': (webdataset_source.WebDatasetSource, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'tfds': (_tfds, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'npz_captions': (array_source.npz_captions_source, (), (), 'bytes'),
   'image_folder_captions': (image_folder.CaptionFileSource, _CAPTIONED, _CAPTIONED, 'bytes'),
+  'parquet_captions': (_parquet_captions, _CAPTIONED, _CAPTIONED, 'bytes'),
+  'webdataset_captions': (_webdataset_captions, _CAPTIONED, _CAPTIONED, 'bytes'),
   'tfds_captions': (_tfds_captions, _CAPTIONED, _CAPTIONED, 'bytes'),
 }
 
@@ -287,9 +306,10 @@ def _prefix(name: str) -> tuple[str, str]:
     return 'image_folder', name
   raise ValueError(
     f'mixture_or_task_name is {name!r}; it must be one of {list(names())}, npz:PATH or a path that '
-    'ends in .npz, features:PATH, image_folder:PATH or the path of an existing folder, tfds:NAME '
-    'or the name of a TensorFlow Datasets data set; or, with captions, npz_captions:PATH, '
-    'image_folder_captions:PATH or tfds_captions:NAME.'
+    'ends in .npz, features:PATH, image_folder:PATH or the path of an existing folder, '
+    'parquet:PATH, webdataset:PATTERN, tfds:NAME or the name of a TensorFlow Datasets data set; '
+    'or, with captions, npz_captions:PATH, image_folder_captions:PATH, parquet_captions:PATH, '
+    'webdataset_captions:PATTERN or tfds_captions:NAME.'
   )
 
 
@@ -303,7 +323,7 @@ def _made(prefix: str, argument: str) -> ImageTask:
 
 def _preprocessors(prefix: str, typical_side: Callable[[], float]) -> tuple[Sequence, Sequence]:
   """Those of training and of evaluation."""
-  if prefix == 'image_folder' and typical_side() <= _SMALL:
+  if prefix in ('image_folder', 'parquet', 'webdataset') and typical_side() <= _SMALL:
     # A crop of 5% of a small image shows nothing, and 8/7 of the side cuts off its border.
     return (pp.PadCrop(), pp.Flip()), (pp.Resize(),)
   return _MAKERS[prefix][1:3]

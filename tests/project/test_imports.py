@@ -22,7 +22,7 @@ BELOW = {
   'measures': set(),
   'weights': set(),
   'rows': {'measures', 'weights'},
-  'data': {'rows', 'weights', 'system'},
+  'data': {'rows', 'weights', 'system', 'reporting'},  # of reporting, the progress
   'models': {'integrate', 'heads', 'backbones', 'data'},  # of data, the feature converters
   'reporting': {'weights'},  # whose files are written whole or not at all
   'training': {'data', 'weights', 'system'},
