@@ -1,5 +1,4 @@
-"""What the site has besides docs/: pages of the root and of studies/, all figures, the API;
-formulas.
+"""What the site has besides docs/: pages of the root, the studies, figures, the API; and formulas.
 
 The API has a page per room, with all its public modules: a new file is there by itself. Formulas
 become MathML, which browsers draw without a script.
@@ -7,6 +6,7 @@ become MathML, which browsers draw without a script.
 
 import ast
 import html
+import posixpath
 import re
 from pathlib import Path
 
@@ -17,14 +17,16 @@ import het_plugin
 
 ROOT = Path(__file__).parent
 PACKAGE = ROOT / 'het_plugin'
-# The pages of the root and the examples by their names on the site.
+# The pages of the root, the studies and the examples by their names on the site.
 PAGES = {'index.md': 'README.md'}
 PAGES |= {name: name for name in ('CHANGELOG.md', 'CONTRIBUTING.md', 'SECURITY.md', 'CITATION.cff')}
 PAGES |= {
-  f'examples/{path.name}': f'examples/{path.name}' for path in (ROOT / 'examples').glob('*.py')
+  str(path.relative_to(ROOT)): str(path.relative_to(ROOT))
+  for pattern in ('examples/*.py', 'studies/README.md', 'studies/*/README.md')
+  for path in ROOT.glob(pattern)
 }
-STUDIES = [x for x in (ROOT / 'studies').glob('*/*') if x.suffix in ('.md', '.png', '.svg')]
-_FIGURE = re.compile(r'!\[(.*?)\]\(((?:docs/)?figures/[\w.]+)\)')
+_FIGURE = re.compile(r'!\[(.*?)\]\(([\w./]*figures/[\w.]+)\)')
+_LINK = re.compile(r'\]\((?!\w+:|#)([^)#\s]+)')  # relative
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 
 
@@ -39,7 +41,6 @@ def on_files(files, config):
   """Adds the pages that are not in docs/."""
   pages = {name: (ROOT / source).read_text() for name, source in PAGES.items()}
   pages['figures.md'] = _figures()
-  pages |= {str(path.relative_to(ROOT)): path.read_bytes() for path in STUDIES}
   pages['api/index.md'] = _overview()
   pages |= {_page_of(room): _reference(room, modules) for room, modules in _rooms().items()}
   for name, content in pages.items():
@@ -48,10 +49,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-  """On the site the pages of the root and those of docs/ are in one folder, above studies/."""
-  if page.file.src_uri.startswith('studies/'):
-    return markdown.replace('](../../docs/', '](../../')
-  return re.sub(r'\]\((docs/|\.\./)', '](', markdown)
+  """On the site the pages of the root and those of docs/ are in one folder, above the studies."""
+  return _with_links(markdown, page.file.src_uri)
 
 
 def on_page_content(content, page, config, files):
@@ -65,6 +64,18 @@ def on_page_content(content, page, config, files):
     return f'<{tag} class="arithmatex">{formula}</{tag}>'  # the theme lets a wide one scroll
 
   return _FORMULA.sub(mathml, content)
+
+
+def _with_links(markdown, name):
+  """The text of a page with its relative links as they are between pages of the site."""
+  source = PAGES.get(name, f'docs/{name}')
+
+  def on_site(match):
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[1]))
+    target = 'index.md' if target == 'README.md' else target.removeprefix('docs/')
+    return f']({posixpath.relpath(target, posixpath.dirname(name) or ".")}'
+
+  return _LINK.sub(on_site, markdown)
 
 
 def _page_of(room):
@@ -132,8 +143,11 @@ def _tree(module):
 def _figures():
   """Every figure of the pages, with its caption and a link to its page."""
   text = ['# Figures']
-  for path in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]:
-    target = 'index.md' if path.name == 'README.md' else path.name
+  pages = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+  for path in [*pages, *sorted((ROOT / 'studies').glob('*/README.md'))]:
+    target = posixpath.join('..', path.relative_to(ROOT))
+    title = re.search('^# (.*)', path.read_text(), re.M)[1]
     for caption, figure in _FIGURE.findall(path.read_text()):
-      text += [f'![{caption}]({figure})', f'{caption} ([{target.removesuffix(".md")}]({target}))']
+      name = Path(figure).name
+      text += [f'![{caption}](figures/{name})', f'{caption} ([{title}]({target}))']
   return '\n\n'.join(text)

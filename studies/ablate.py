@@ -3,7 +3,7 @@
     python -m studies.ablate --list
     python -m studies.ablate heads --output_dir=runs/ablations/heads --json=heads.json
 
-Give the name of an ablation from the list, or a gin file (docs/ablations.md). --gin.NAME=VALUE goes
+Give the name of an ablation from the list, or a gin file (studies/README.md). --gin.NAME=VALUE goes
 to every run, after the cell's own settings; --gin.Ablation.NAME=VALUE goes to the ablation, and
 --gin.ExampleNLL.NAME=VALUE to its analysis. To continue after an interruption, run the command
 again: finished runs are not trained again.

@@ -19,7 +19,7 @@ from studies import study
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-  [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md'), *(ROOT / 'studies').glob('*/*.md')]
+  [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md'), *(ROOT / 'studies').rglob('*.md')]
 )
 TREES = ('het_plugin', 'gin', 'launch', 'tests', 'benchmarks', 'docs', 'examples', 'studies')
 STUDIES = [f'studies/{path.name}' for path in (ROOT / 'studies').iterdir() if path.is_dir()]
