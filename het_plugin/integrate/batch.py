@@ -9,7 +9,7 @@ from flax import core
 from flax.linen import partitioning as flax_partitioning
 
 from het_plugin.integrate.gaussian import PADDED
-from het_plugin.integrate.placement import AnyMesh, Placement, mesh_axes
+from het_plugin.integrate.placement import AnyMesh, Placement, in_shard_map, mesh_axes
 
 CHUNK_BYTES = 2**26
 
@@ -84,7 +84,7 @@ def plan_batch(caller, rows, columns, dtype, chunk_bytes):
 def _cut(batch_size):
   """The active mesh, and those of its axes that cut a batch of this size."""
   mesh = core.meta.get_global_mesh()
-  if mesh is None or not flax_partitioning.get_axis_rules():
+  if mesh is None or in_shard_map() or not flax_partitioning.get_axis_rules():
     return None, ()
   batch = mesh_axes('batch')
   batch = batch if isinstance(batch, tuple) else (batch,)

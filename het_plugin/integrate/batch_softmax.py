@@ -39,6 +39,7 @@ from het_plugin.integrate.batch import (
   real_rows,
   to_chunks,
 )
+from het_plugin.integrate.gaussian import PADDED
 
 
 @struct.dataclass
@@ -168,7 +169,7 @@ def _symmetric_fwd(plan, rows, columns, inverse, valid):
 
     chunks = _row_chunks(plan, rows, valid, len(everyone))
     nothing = jnp.zeros_like(shift)
-    partial = _Sums(jnp.full_like(shift, -jnp.inf), nothing, nothing)
+    partial = _Sums(jnp.full_like(shift, 3 * PADDED), nothing, nothing)
     if keeps:
       partial, (of_rows, own, block) = body(partial, jax.tree.map(lambda x: x[0], chunks))
     else:

@@ -215,7 +215,7 @@ def log_softmax_at(
   counts = jnp.arange(plan.num_chunks * plan.chunk_size) < plan.num_samples
   counts = counts.reshape(plan.num_chunks, 1, plan.chunk_size, 1)
   log_p = (at_label.sum(axis=0) - top[..., None]) - log_z[..., None]  # [C, B, s, L]
-  log_p = jnp.where(counts, log_p, -jnp.inf)
+  log_p = jnp.where(counts, log_p, 2 * PADDED)
   return jax.nn.logsumexp(log_p, axis=(0, 2), b=1.0 / plan.num_samples)
 
 

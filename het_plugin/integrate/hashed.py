@@ -28,7 +28,9 @@ class BucketSums:
   Attributes:
     buckets: h(k), int32 [Kp].
     top: the maximum of mu over the classes of each bucket, [B, H]; its gradient is stopped.
-    log_total: log sum exp(mu - top), [B, H]; -inf for a bucket without classes.
+    log_total: log sum exp(mu - top), [B, H].
+
+  For a bucket without classes top is at most `PADDED`, and log_total is 0.
   """
 
   buckets: jax.Array
@@ -39,8 +41,7 @@ class BucketSums:
     """The logits over tau of the buckets, with H padded to what the mesh divides."""
     noise = logits.noise.scaled(1.0 / logits.temperature)
     num_buckets = self.top.shape[-1]
-    is_used = jnp.isfinite(self.log_total)
-    location = jnp.where(is_used, self.top + jnp.where(is_used, self.log_total, 0.0), PADDED)
+    location = jnp.maximum(self.top + self.log_total, PADDED)
     rest = -num_buckets % num_shards('vocab')
     location, noise = jax.tree.map(
       lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, rest),)), (location, noise)
@@ -98,9 +99,7 @@ def _sums(logits):
   num_buckets = logits.noise.diag.shape[-1]
 
   def of_shard(mu, buckets):
-    # Class by class: a CPU took 15 times as long for a maximum under a mask [B, H, K].
-    peak = jax.ops.segment_max(jax.lax.stop_gradient(mu).T, buckets, num_buckets).T
-    peak = jnp.maximum(peak, 2 * PADDED)
+    peak = max_in_buckets(mu, buckets, num_buckets)
     total = jax.ops.segment_sum(jnp.exp(mu - peak[:, buckets]).T, buckets, num_buckets).T
     return peak[None], total[None]
 
@@ -109,9 +108,17 @@ def _sums(logits):
   peak, total = run(mu, buckets)  # [M, B, H] of M shards of classes
   top = peak.max(axis=0)
   total = jnp.sum(total * jnp.exp(peak - top), axis=0)
-  is_used = total > 0
-  log_total = jnp.where(is_used, jnp.log(jnp.where(is_used, total, 1.0)), -jnp.inf)
-  return BucketSums(buckets, top, log_total), mu
+  return BucketSums(buckets, top, jnp.log(jnp.where(total > 0, total, 1.0))), mu
+
+
+def max_in_buckets(mu: jax.Array, buckets: jax.Array, num_buckets: int) -> jax.Array:
+  """The maximum of mu [B, k] over the classes of each bucket, [B, H], without a gradient;
+  2 `PADDED` for a bucket without classes.
+  """
+  # Class by class: a CPU took 15 times as long for a maximum under a mask [B, H, K].
+  mu = jax.lax.stop_gradient(mu).T
+  lowest = jnp.full_like(mu, 2 * PADDED, shape=(num_buckets, mu.shape[1]))
+  return lowest.at[buckets].max(mu).T
 
 
 def entropy_in_buckets(sums: BucketSums, log_share: jax.Array) -> jax.Array:

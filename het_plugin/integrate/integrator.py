@@ -177,9 +177,9 @@ class Integrator:
         is the mean of -log p over an example's labels (the cross-entropy for one label). With a
         sigmoid it is the sum over classes of the binary cross-entropies; the target of a class is 1
         if it is listed.
-      keys: [B] typed PRNG keys, one per example (`samplers.example_keys`); or [1], whose draws all
-        examples share; or `draws` of such logits. Ignored if the logits are deterministic or the
-        method is exact.
+      keys: [B] typed PRNG keys of any kind, one per example (`samplers.example_keys`); or [1],
+        whose draws all examples share; or `draws` of such logits. Ignored if the logits are
+        deterministic or the method is exact.
 
     Returns:
       [B]; an example without any label gets 0 under softmax, and one with a label that is
@@ -196,7 +196,8 @@ class Integrator:
     if logits.link == 'softmax':
       listed = labels >= 0
       log_p = self._log_softmax_at(logits, labels, keys)  # [B, L]
-      nll = -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
+      count = listed.sum(-1, dtype=log_p.dtype)
+      nll = -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(count, 1)
     elif (tiling := self._tiling(logits)) is not None:
       nll = self._tiled_sigmoid_nll(tiling, logits, labels)
     else:
@@ -379,8 +380,8 @@ class Integrator:
 
   def _problem(self, logits, keys, label=None):
     """How to sample, what, and from which draws; label [B] if only its probability is wanted."""
-    draws = keys if isinstance(keys, Draws) else Draws(keys)
-    plan = self._plan(logits, draws.keys, self.chunk_size)
+    plan = self._plan(logits, self.chunk_size)
+    draws = _draws_of(logits, keys)
     samples, buckets = samples_of(logits, plan.project_first)
     if draws is not keys and self._is_refined(logits):
       fixed, location = jax.lax.stop_gradient((samples, _deterministic(logits)))
@@ -391,10 +392,10 @@ class Integrator:
         directions = principal_directions(to_logits, location, num_normals)
       if label is not None and self._is_tilted:
         around = fit(to_logits, location, label, num_normals, num_axes(self.num_samples))
-        plan, logits, draws = self._around(around, directions, logits, keys, self.chunk_size)
+        plan, logits, draws = self._around(around, directions, logits, draws, self.chunk_size)
         samples, buckets = samples_of(logits, plan.project_first)
       elif directions is not None:
-        draws = Draws(keys, rotation_to(directions))
+        draws = Draws(draws.keys, rotation_to(directions))
     return plan, samples, Constants(draws, buckets)
 
   def _around(
@@ -402,7 +403,7 @@ class Integrator:
     around: Fit,
     directions: jax.Array | None,
     logits: GaussianLogits,
-    keys: jax.Array,
+    draws: Draws,
     chunk_size: int | None,
   ) -> tuple[Plan, GaussianLogits, Draws | NestedDraws]:
     """The problem of a loss whose samples follow a fit, and then the directions [B, m, T]."""
@@ -413,17 +414,16 @@ class Integrator:
       leading = around.axes
       if directions is not None:
         leading = jnp.concatenate([leading, directions], axis=1)[:, :num_normals]
-      draws = Draws(keys, rotation_to(leading), around)
-      return whole._plan(logits, keys, chunk_size), logits, draws
-    draws = NestedDraws(keys, around, self.num_samples)
-    factors = logits.noise.noise(draws.factors(self._sampler))
+      draws = Draws(draws.keys, rotation_to(leading), around)
+      return whole._plan(logits, chunk_size), logits, draws
+    nested = NestedDraws(draws.keys, around, self.num_samples)
+    factors = logits.noise.noise(nested.factors(self._sampler))
     noise = LowRank(None, factors[:, :-1], factors[:, -1])
     logits = dataclasses.replace(logits, covariance=noise)
-    return whole._plan(logits, keys, chunk_size), logits, draws
+    return whole._plan(logits, chunk_size), logits, nested
 
-  def _plan(self, logits, keys, chunk_size):
+  def _plan(self, logits, chunk_size):
     self._is_exact(logits)  # refuses where method='exact' cannot be met
-    samplers.checked_keys('Integrator', keys, logits.location.shape[0])
     order = self.order
     return make_plan(logits, self.num_samples, self._sampler, order, chunk_size, self.chunk_bytes)
 
@@ -490,8 +490,8 @@ class Integrator:
       whole = dataclasses.replace(self, class_tile=None)
       return log_share + whole._log_softmax_at(buckets, labels, keys)
     chunk_size = self.chunk_size or MAX_CHUNK
-    draws = keys if isinstance(keys, Draws) else Draws(keys)
-    plan = self._plan(logits, draws.keys, chunk_size)
+    plan = self._plan(logits, chunk_size)
+    draws = _draws_of(logits, keys)
     if draws is not keys and self._is_refined(logits):
       noise = logits.noise.scaled(1.0 / logits.temperature)
       location = source_of(logits, jnp.zeros_like(noise.diag)[:, None])
@@ -500,9 +500,9 @@ class Integrator:
         directions = tiled_draws.principal_directions(tiling, location, noise)
       if labels.shape[-1] == 1 and self._is_tilted:
         around = tiled_draws.fit(tiling, location, noise, labels[:, 0], num_axes(self.num_samples))
-        plan, logits, draws = self._around(around, directions, logits, keys, chunk_size)
+        plan, logits, draws = self._around(around, directions, logits, draws, chunk_size)
       elif directions is not None:
-        draws = Draws(keys, rotation_to(directions))
+        draws = Draws(draws.keys, rotation_to(directions))
     noise = logits.noise.scaled(1.0 / logits.temperature)
     return tiled_losses.log_softmax_at(plan, tiling, logits, noise, draws, labels)
 
@@ -518,6 +518,15 @@ class Integrator:
     variance = jnp.square(noise.diag) if noise.remainder == 'diag' else None
     source = source_of(logits, factors_over_tau(noise), variance, is_factors=True)
     return tiled_losses.sigmoid_nll(tiling, source, None, labels)
+
+
+def _draws_of(logits, keys):
+  """The draws of a caller, or those of keys."""
+  of_caller = isinstance(keys, Draws)
+  checked = samplers.checked_keys(
+    'Integrator', keys.keys if of_caller else keys, logits.location.shape[0]
+  )
+  return keys if of_caller else Draws(checked)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from flax import core
 from flax.linen import partitioning as flax_partitioning
 from jax import export
 
+LOGICAL_AXES = ('batch', 'vocab')  # of logits [B, K]
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # Of the logits of the examples that a CPU takes at one time. With many classes that is one example.
 # With K = 50 and S = 64 ten at a time took half the CPU time of one, whose loop costs more than
@@ -42,7 +43,7 @@ class Placement:
 
     A batch that the mesh does not divide is not sharded.
     """
-    batch, vocab = (mesh_axes(x) if num_shards(x) > 1 else None for x in ('batch', 'vocab'))
+    batch, vocab = (mesh_axes(x) if num_shards(x) > 1 else None for x in LOGICAL_AXES)
     if batch_size % num_shards('batch'):
       batch = None
     mesh = None if batch is None and vocab is None else core.meta.get_global_mesh()
@@ -59,9 +60,9 @@ class Placement:
     """
     if self.mesh is None:
       return function
-    specs = jax.tree.map(self._spec, (tuple(inputs), outputs))
+    in_specs, out_specs = jax.tree.map(self._spec, (tuple(inputs), outputs))
     return jax.shard_map(
-      function, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+      function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
   def by_example(self, function, inputs, example_bytes):
@@ -116,7 +117,8 @@ def on_mesh_of_caller(function, result: str, logits, *args):
 
   Inside `jax.shard_map`, arrays that are the same on all devices become varying along the axes that
   others vary along, so that JAX sums their gradients. With explicit axes (the default of
-  `jax.make_mesh`) the compiler shards what is in between.
+  `jax.make_mesh`) the compiler shards what is in between. Both may be: a `jax.shard_map` over some
+  axes leaves the others explicit.
 
   Args:
     function: maps logits and arrays to an array.
@@ -124,7 +126,7 @@ def on_mesh_of_caller(function, result: str, logits, *args):
     logits: `GaussianLogits`.
     *args: arrays or None.
   """
-  if jax.sharding.get_abstract_mesh().manual_axes:
+  if in_shard_map():
     logits, args = _varying_alike((logits, args))
   if logits.location.shape[0] == 0:  # nothing to compute, and a dimension of -1 would be unknown
     return logits.location if result == 'bk' else logits.location[:, 0]
@@ -132,7 +134,8 @@ def on_mesh_of_caller(function, result: str, logits, *args):
   if not sharding.mesh.explicit_axes:
     return function(logits, *args)
   sharding = sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[: len(result)]))
-  return jax.sharding.auto_axes(function, out_sharding=sharding)(logits, *args)
+  explicit = sharding.mesh.explicit_axes
+  return jax.sharding.auto_axes(function, axes=explicit, out_sharding=sharding)(logits, *args)
 
 
 def _varying_alike(tree):
@@ -143,8 +146,15 @@ def _varying_alike(tree):
   )
 
 
+def in_shard_map() -> bool:
+  """Whether this is inside a `jax.shard_map`: its axes have cut the arrays already, and the
+  compiler shards along the others.
+  """
+  return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def num_shards(logical_axis: str) -> int:
-  """Shards of a logical axis under the active mesh and flax's axis rules; 1 outside a mesh."""
+  """Shards of 'batch' or 'vocab' under the active mesh and flax's axis rules; 1 outside a mesh."""
   mesh = core.meta.get_global_mesh()
   axis = mesh_axes(logical_axis)
   if mesh is None or axis is None:
@@ -153,11 +163,15 @@ def num_shards(logical_axis: str) -> int:
 
 
 def mesh_axes(logical_axis: str) -> str | tuple[str, ...] | None:
-  """The mesh axis or axes of a logical axis; None if it is not sharded."""
-  if core.meta.get_global_mesh() is None or not flax_partitioning.get_axis_rules():
+  """The mesh axis or axes of 'batch' or 'vocab'; None if it is not sharded.
+
+  A mesh axis that the rules give to both is that of the first rule, as in flax.
+  """
+  has_mesh = core.meta.get_global_mesh() is not None and not in_shard_map()
+  if not has_mesh or not flax_partitioning.get_axis_rules():
     return None
-  (axis,) = flax_partitioning.logical_to_mesh_axes((logical_axis,)) or (None,)
-  return axis
+  axes = flax_partitioning.logical_to_mesh_axes(LOGICAL_AXES) or (None, None)
+  return axes[LOGICAL_AXES.index(logical_axis)]
 
 
 def bytes_per_device(logits: jax.Array) -> int:

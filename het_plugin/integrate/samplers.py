@@ -50,7 +50,10 @@ def shared_key(key: jax.Array) -> jax.Array:
 
 
 def checked_keys(owner: str, keys: jax.Array | None, batch_size: int) -> jax.Array:
-  """The keys. Raises ValueError, naming the owner, if they are no typed PRNG keys [B] or [1]."""
+  """The keys, of the kind 'threefry2x32' as in `example_keys`.
+
+  Raises ValueError, naming the owner, if they are no typed PRNG keys [B] or [1].
+  """
   given = () if keys is None else jnp.shape(keys)
   is_fit = given in ((batch_size,), (1,))
   if keys is None or not is_fit or not jnp.issubdtype(jnp.result_type(keys), jax.dtypes.prng_key):
@@ -58,20 +61,20 @@ def checked_keys(owner: str, keys: jax.Array | None, batch_size: int) -> jax.Arr
       f'{owner}: samples need typed keys [{batch_size}], one per example (example_keys); got '
       f'{"none" if keys is None else f"{jnp.result_type(keys)} {list(given)}"}'
     )
-  return keys
+  return _threefry(keys)
 
 
 def _threefry(key):
   # Numbers of the kinds 'rbg' and 'unsafe_rbg' depend on the other keys of a `jax.vmap`: then a
   # draw would depend on the batch and the chunk, and antithetic pairs would be none.
-  return jax.random.wrap_key_data(jax.random.key_data(key)[:2], impl='threefry2x32')
+  return jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl='threefry2x32')
 
 
 def iid(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array:
   """Independent normals.
 
   Args:
-    keys: typed PRNG keys [B].
+    keys: typed PRNG keys [B] of any kind, as in `example_keys`.
     sample_index: int32 [s].
     num_normals: normals of a sample.
 
@@ -82,7 +85,7 @@ def iid(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array
   def one(key, s):
     return jax.random.normal(jax.random.fold_in(key, s), (num_normals,), jnp.float32)
 
-  return jax.vmap(jax.vmap(one, (None, 0)), (0, None))(keys, sample_index)
+  return jax.vmap(jax.vmap(one, (None, 0)), (0, None))(_threefry(keys), sample_index)
 
 
 def antithetic(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array:
@@ -116,7 +119,7 @@ def sobol(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Arr
     return sobol_points(sample_index, scrambled_directions(bits[:, :32])) ^ bits[:, 32]
 
   # The middle of one of 2^23 equal intervals of (-1, 1) is exact in float32 and never an end.
-  uniform = ((jax.vmap(points)(keys) >> 9).astype(jnp.float32) + 0.5) * 2.0**-22 - 1.0
+  uniform = ((jax.vmap(points)(_threefry(keys)) >> 9).astype(jnp.float32) + 0.5) * 2.0**-22 - 1.0
   return jnp.float32(2**0.5) * jax.lax.erf_inv(uniform)
 
 

@@ -28,6 +28,7 @@ from het_plugin.integrate.gaussian import (
   Linear,
   LowRank,
   apply_projection,
+  masked,
 )
 from het_plugin.integrate.placement import Placement, bytes_per_device, dims, num_shards
 
@@ -298,8 +299,7 @@ def top_class(logits: GaussianLogits, chunk_bytes: int = 2**28) -> jax.Array:
   """
   size = tile_size(logits, 1, chunk_bytes) if has_source(logits) else None
   if size is None:
-    is_real = jnp.arange(logits.location.shape[-1]) < logits.num_classes
-    return jnp.argmax(jnp.where(is_real, logits.location, -jnp.inf), axis=-1)
+    return jnp.argmax(masked(logits, logits.location), axis=-1)
   tiling = Tiling(size, logits.num_classes, Placement.current(logits.location.shape[0]))
   source = jax.lax.stop_gradient(source_of(logits))
 
