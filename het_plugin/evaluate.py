@@ -78,7 +78,7 @@ def define_flags() -> None:
   flags.DEFINE_string('json', None, 'Another place for results.json.')
 
 
-def noise_tests(settings: evaluate.Settings) -> reporting.Report:
+def noise_tests(settings: evaluate.EvaluateSettings) -> reporting.Report:
   """The report of --noise_test."""
   F = flags.FLAGS
   unused = (
@@ -110,7 +110,7 @@ def main(argv: Sequence[str]) -> None:
     if F.save_predictions and not folder:
       raise ValueError('--save_predictions needs --output_dir')
     index = F.covariance_index and flag_values.integers('covariance_index', F.covariance_index)
-    settings = evaluate.Settings(
+    settings = evaluate.EvaluateSettings(
       **{name: F[name].value for name in _AS_GIVEN},
       covariance_index=tuple(dict.fromkeys(index)),
       save_to=folder / 'predictions' if F.save_predictions else None,

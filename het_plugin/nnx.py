@@ -28,7 +28,7 @@ from het_plugin.integrate import GaussianLogits, Integrator
 __all__ = [
   'Det',
   'FixedTemperature',
-  'Head',
+  'HeadModule',
   'Het',
   'HetH',
   'HetXL',
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class Head(nnx.Module):
+class HeadModule(nnx.Module):
   """Base of the heads: the parameters of a head of `het_plugin.heads`, and its function.
 
   Attributes:
@@ -110,7 +110,7 @@ class Head(nnx.Module):
     return self._of(self.definition).apply({'params': params}, phi)
 
 
-class Det(Head):
+class Det(HeadModule):
   """`het_plugin.heads.Det`.
 
   >>> from flax import nnx
@@ -124,19 +124,19 @@ class Det(Head):
   linen = heads.Det
 
 
-class Het(Head):
+class Het(HeadModule):
   """`het_plugin.heads.Het`."""
 
   linen = heads.Het
 
 
-class HetH(Head):
+class HetH(HeadModule):
   """`het_plugin.heads.HetH`."""
 
   linen = heads.HetH
 
 
-class HetXL(Head):
+class HetXL(HeadModule):
   """`het_plugin.heads.HetXL`; `get_logits` may be an nnx module, phi [N, D] -> logits [N, K].
 
   >>> from flax import nnx

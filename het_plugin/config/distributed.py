@@ -35,7 +35,7 @@ _JAX_EXTRA_SECONDS = 60
 _LEAVE_SECONDS = 2
 
 
-class Settings(TypedDict, total=False):
+class ProcessGroup(TypedDict, total=False):
   """Arguments of `jax.distributed.initialize`."""
 
   coordinator_address: str
@@ -89,7 +89,7 @@ def initialize() -> None:
   timer.start()
   try:
     jax.distributed.initialize(
-      **(settings or Settings()),
+      **(settings or ProcessGroup()),
       initialization_timeout=seconds + _JAX_EXTRA_SECONDS,
       heartbeat_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds,
     )
@@ -132,7 +132,7 @@ def leaving() -> Generator[None]:
     os._exit(code)
 
 
-def explicit_settings(environment: Mapping[str, str]) -> Settings | None:
+def explicit_settings(environment: Mapping[str, str]) -> ProcessGroup | None:
   """Arguments for `jax.distributed.initialize`; empty for a single process, None if not given."""
   address, count, index = (environment.get(name) for name in _EXPLICIT)
   if count is None and index is None:
@@ -179,7 +179,7 @@ def cluster(environment: Mapping[str, str], platforms: str | None) -> str | None
   return None if 'TPU_SKIP_MDS_QUERY' in environment else 'the metadata of a TPU VM'
 
 
-def _check_port_is_free(settings: Settings) -> None:
+def _check_port_is_free(settings: ProcessGroup) -> None:
   """Checks the port on process 0, because jaxlib would crash with a segmentation fault."""
   if settings['process_id'] != 0:
     return

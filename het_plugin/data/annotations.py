@@ -20,7 +20,7 @@ _CAPTION_STREAM = 2**34  # folded into an example's key
 
 
 Features = dict[str, tuple[tuple[int, ...], type, int]]  # shape of a row, dtype, padding
-Rows = tuple[dict[str, np.ndarray], list[str | None]]
+Columns = tuple[dict[str, np.ndarray], list[str | None]]
 
 
 class Labels:
@@ -54,7 +54,7 @@ class Labels:
       **{name: known[name] for name in fields},
     }
 
-  def rows(self, labels: np.ndarray, keys: np.ndarray) -> Rows:
+  def rows(self, labels: np.ndarray, keys: np.ndarray) -> Columns:
     """Labels as a source reads them, padded to L, and [B] None: no example has a problem."""
     del keys
     given = {name: labels[name] for name in labels.dtype.names or ()} or {'label': labels}
@@ -141,7 +141,7 @@ class Captions:
     self._at_random = at_random
     self._has_cut = False
 
-  def rows(self, captions: Sequence[Sequence[str]], keys: np.ndarray) -> Rows:
+  def rows(self, captions: Sequence[Sequence[str]], keys: np.ndarray) -> Columns:
     """Token ids of one caption of each example, given the captions and keys uint64 [B] of examples.
 
     Returns:

@@ -22,7 +22,7 @@ if tf.config.get_visible_devices('GPU'):
 _BLOCK = 64  # examples per read
 
 
-class _Source(seqio.DataSource):
+class _TaskSource(seqio.DataSource):
   """Splits of a source, for seqio. The task reads the examples."""
 
   def __init__(self, examples: sources.ExampleSource):
@@ -178,7 +178,7 @@ def register(name: Any, vocabulary: str | None = None) -> SeqioTask:
     has_labels = task.vocabulary is None
     seqio.TaskRegistry.add(
       seqio_name,
-      source=_Source(task.examples),
+      source=_TaskSource(task.examples),
       output_features=_output_features(task),
       metric_fns=(precision, likelihood) if has_labels else (),
       preprocessors=(),

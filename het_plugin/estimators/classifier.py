@@ -512,8 +512,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       class_multiple=1 if self.mesh is None else self.mesh[1],
     )
 
-  def _settings(self) -> fitting.Settings:
-    return fitting.Settings(
+  def _settings(self) -> fitting.FitSettings:
+    return fitting.FitSettings(
       c=self.C,
       c_noise=NOISE_SHARE * self.C if self.C_noise in (None, 'auto') else self.C_noise,
       tol=self.tol,

@@ -28,7 +28,7 @@ _DENSE = 1024  # up to this size of the noise space all eigenvectors are compute
 
 
 def noise_directions(
-  model: Model, det: dict, params: dict, rows: objective.Rows, count: int
+  model: Model, det: dict, params: dict, rows: objective.Blocks, count: int
 ) -> np.ndarray:
   """The leading directions, float32 [count, Q], of mean square 1 in the logits, or of less
   where W maps them to less than others.

@@ -38,7 +38,7 @@ TAU_GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class FitSettings:
   """Settings of a fit, see `DetClassifier` and `HetClassifier`; C_noise = 0 is no noise."""
 
   c: float
@@ -57,10 +57,10 @@ def fit(
   x: np.ndarray,
   targets: Targets,
   weight: np.ndarray,
-  settings: Settings,
+  settings: FitSettings,
   start: Any = None,
   near: starts.Near | None = None,
-) -> tuple[lbfgs.Fit, np.ndarray]:
+) -> tuple[lbfgs.FitResult, np.ndarray]:
   """Fits a model.
 
   Args:
@@ -137,7 +137,7 @@ class _Data:
     targets = dataclasses.replace(targets, values=values)
     return cls(x, targets, weight, np.average(x, axis=0, weights=weight))
 
-  def fit_of(self, start: Any, model: Model, settings: Settings) -> lbfgs.Fit | None:
+  def fit_of(self, start: Any, model: Model, settings: FitSettings) -> lbfgs.FitResult | None:
     """`_fit_of`, if it is a fit to these labels and weights, too."""
     found = _fit_of(start, model, settings.c, self.mean)
     if found is not None:
@@ -156,10 +156,10 @@ class _Data:
     self,
     model: Model,
     weight: np.ndarray,
-    settings: Settings,
-    det_fit: lbfgs.Fit | None,
+    settings: FitSettings,
+    det_fit: lbfgs.FitResult | None,
     near: starts.Near | None = None,
-  ) -> lbfgs.Fit:
+  ) -> lbfgs.FitResult:
     """The fit with these weights [N], which may be 0."""
     strengths = settings.c, settings.c_noise or 1.0
     values = self.x, self.mean, self.targets.values, weight
@@ -186,7 +186,7 @@ class _Point(NamedTuple):
   """A C_noise, the fit, and the NLL of the held-out rows, [N] and their mean."""
 
   c_noise: float
-  fit: lbfgs.Fit
+  fit: lbfgs.FitResult
   nll: np.ndarray
   mean: float
 
@@ -211,7 +211,7 @@ def noise_path(
   x: np.ndarray,
   targets: Targets,
   weight: np.ndarray,
-  settings: Settings,
+  settings: FitSettings,
   start: Any = None,
 ) -> NoisePath:
   """Chooses C_noise on held-out rows (`selection`).
@@ -290,7 +290,9 @@ def _fit_of(start, model, c, mean):
       'start must be a DetClassifier fitted to the same rows and weights with the same C, tau, '
       f'hidden_layers and solver; it is {start}'
     )
-  return lbfgs.Fit(start.params_, start.objective_, start.gradient_, start.n_iter_, start.gap_)
+  return lbfgs.FitResult(
+    start.params_, start.objective_, start.gradient_, start.n_iter_, start.gap_
+  )
 
 
 def tau_grid_nll(
@@ -298,7 +300,7 @@ def tau_grid_nll(
   x: np.ndarray,
   targets: Targets,
   weight: np.ndarray,
-  settings: Settings,
+  settings: FitSettings,
 ) -> dict[float, float]:
   """The mean NLL of held-out rows, nats, under the fit to the others with each tau of `TAU_GRID`.
 

@@ -30,7 +30,7 @@ VALUE_TOLERANCE = 1e-6  # relative rounding of the objective in float32
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class FitResult:
   """Parameters at the end of a fit, and how it ended.
 
   Attributes:
@@ -48,7 +48,7 @@ class Fit:
   gap: float
 
 
-def white_objective(model: Model, theta, rows: objective.Rows, whitening: Whitening) -> jax.Array:
+def white_objective(model: Model, theta, rows: objective.Blocks, whitening: Whitening) -> jax.Array:
   """The objective at white coordinates."""
   return objective.objective(model, unwhiten(model, theta, whitening), rows)
 
@@ -161,12 +161,12 @@ def gap_of(values: Sequence[float], by_curvature: float) -> float:
 def minimise(
   model: Model,
   params: dict,
-  rows: objective.Rows,
+  rows: objective.Blocks,
   *,
   tol: float,
   max_iter: int,
   progress: bool | str,
-) -> Fit:
+) -> FitResult:
   """Minimises the objective from `params`.
 
   After 20, 60, 140, ... iterations, and when it is about to end, the search starts again in
@@ -222,4 +222,4 @@ def minimise(
       stacklevel=2,
     )
   params = jax.tree.map(np.asarray, params)
-  return Fit(params, float(value), float(largest), num_iterations, gap)
+  return FitResult(params, float(value), float(largest), num_iterations, gap)

@@ -81,7 +81,7 @@ class Data:
     self.whitening = np.eye(len(mean) + 1)
     self.whitening[:-1, :-1] = scale[:, None] * vectors / np.sqrt(np.maximum(values, MIN_VARIANCE))
 
-  def rows(self, model: Model, index: np.ndarray, c: float, c_noise: float) -> objective.Rows:
+  def rows(self, model: Model, index: np.ndarray, c: float, c_noise: float) -> objective.Blocks:
     """Rows of the numbers in `index`, with their part of the penalty."""
     index = np.sort(index)
     x = np.asarray(self.x[index]).astype(np.float32)
@@ -117,8 +117,8 @@ def fit(
   max_iter: int,
   progress: bool | str,
   mesh: Sequence[int] | None,
-  det_fit: lbfgs.Fit | None,
-) -> lbfgs.Fit:
+  det_fit: lbfgs.FitResult | None,
+) -> lbfgs.FitResult:
   """Fits a model; the objective of the result is the NLL of the held-out rows.
 
   DET and the noise take `max_iter` epochs each at most. The seed is that of hidden layers, noise,
@@ -198,4 +198,4 @@ def _search(data, index, held_out, rng, c, c_noise, model, params, *, max_iter, 
       stacklevel=2,
     )
   params = jax.tree.map(np.asarray, unwhiten(model, best, whitening))
-  return lbfgs.Fit(params, best_nll, float('nan'), epoch, float('nan'))
+  return lbfgs.FitResult(params, best_nll, float('nan'), epoch, float('nan'))

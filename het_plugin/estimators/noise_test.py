@@ -342,7 +342,7 @@ class _Fold:
       return minimise(tol=tol or 0.1 * self.test.tol, max_iter=max_iter)
 
 
-def of_rows(source: probe.Source, target: str, **settings: Any) -> reporting.Report:
+def of_rows(source: probe.FileOrArrays, target: str, **settings: Any) -> reporting.Report:
   """The report of the test on saved representations.
 
   Args:

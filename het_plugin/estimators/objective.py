@@ -19,7 +19,7 @@ CACHE_BYTES = 2**23
 
 
 @struct.dataclass
-class Rows:
+class Blocks:
   """N rows in blocks of b; the last block is filled up with rows of weight 0.
 
   Attributes:
@@ -54,8 +54,8 @@ def block_rows(model: Model, num_rows: int) -> int:
   return -(-num_rows // num_blocks // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def make_rows(model, x, mean, target, weight, c, c_noise) -> Rows:
-  """`Rows` from arrays [N, ...]; `mean` [D] is subtracted from the features."""
+def make_rows(model, x, mean, target, weight, c, c_noise) -> Blocks:
+  """`Blocks` from arrays [N, ...]; `mean` [D] is subtracted from the features."""
   size = block_rows(model, len(x))
   num_blocks = -(-len(x) // size)
 
@@ -64,7 +64,7 @@ def make_rows(model, x, mean, target, weight, c, c_noise) -> Rows:
     np.copyto(padded[: len(values)], values, casting='same_kind')
     return jnp.asarray(padded.reshape(num_blocks, size, *values.shape[1:]))
 
-  return Rows(
+  return Blocks(
     blocks(x - mean, np.float32),
     blocks(target, target.dtype),
     blocks(weight, np.float32),
@@ -74,8 +74,8 @@ def make_rows(model, x, mean, target, weight, c, c_noise) -> Rows:
   )
 
 
-def with_draws(model: Model, params, rows: Rows) -> Rows:
-  """Rows with the draws of the model at `params`, which then do not move with the parameters.
+def with_draws(model: Model, params, rows: Blocks) -> Blocks:
+  """Blocks with the draws of the model at `params`, which then do not move with the parameters.
 
   The objective is then a smooth function, whose gradient is exact. For a head with R factors they
   are 16 (R + 1) numbers a row.
@@ -126,13 +126,13 @@ def _sum_bwd(model, gradient, g):
 _sum.defvjp(_sum_fwd, _sum_bwd)
 
 
-def objective(model: Model, params, rows: Rows) -> jax.Array:
+def objective(model: Model, params, rows: Blocks) -> jax.Array:
   """The objective (`model`)."""
   of_location, of_noise = model.penalty(params)
   penalty = 0.5 * (rows.strength * of_location + rows.noise_strength * of_noise)
   return (_sum(model, model.multiplied(params), rows) + penalty) / rows.total
 
 
-def mean_nll(model: Model, params, rows: Rows) -> jax.Array:
+def mean_nll(model: Model, params, rows: Blocks) -> jax.Array:
   """The objective without its penalty."""
   return _sum(model, model.multiplied(params), rows) / rows.total

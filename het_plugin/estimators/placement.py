@@ -73,7 +73,7 @@ def place_params(model: Model, params: dict, mesh: Sequence[int] | None) -> dict
   return traverse_util.unflatten_dict(placed)
 
 
-def place_rows(rows: objective.Rows, mesh: Sequence[int] | None) -> objective.Rows:
+def place_rows(rows: objective.Blocks, mesh: Sequence[int] | None) -> objective.Blocks:
   """Rows on the mesh, cut over `data`."""
   if mesh is None:
     return rows

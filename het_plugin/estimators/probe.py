@@ -130,11 +130,14 @@ class Outcome:
   price: float
 
 
-Source = str | tuple[np.ndarray, np.ndarray]
+FileOrArrays = str | tuple[np.ndarray, np.ndarray]
 
 
 def probe(
-  train: Source, test: Source | None, settings: Settings, ood: Source | None = None
+  train: FileOrArrays,
+  test: FileOrArrays | None,
+  settings: Settings,
+  ood: FileOrArrays | None = None,
 ) -> reporting.Report:
   """Fits the heads to representations.
 
@@ -243,7 +246,7 @@ def files_of(folder: Path) -> tuple[str, str | None]:
   )
 
 
-def read(source: Source, name: str) -> tuple[Rows, str]:
+def read(source: FileOrArrays, name: str) -> tuple[Rows, str]:
   """Rows with features, and their name."""
   if isinstance(source, str):
     return read_rows(source, mapped=True), source

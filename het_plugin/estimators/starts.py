@@ -31,16 +31,16 @@ class Near(NamedTuple):
 
 
 def fit(
-  search: Callable[[Model, dict], lbfgs.Fit],
+  search: Callable[[Model, dict], lbfgs.FitResult],
   model: Model,
   num_features: int,
   class_shares: np.ndarray,
-  sample: Callable[[], objective.Rows],
+  sample: Callable[[], objective.Blocks],
   seed: int,
-  det_fit: lbfgs.Fit | None,
-  grow: Callable[[Model, dict], lbfgs.Fit] | None = None,
+  det_fit: lbfgs.FitResult | None,
+  grow: Callable[[Model, dict], lbfgs.FitResult] | None = None,
   near: Near | None = None,
-) -> lbfgs.Fit:
+) -> lbfgs.FitResult:
   """Fits a model over D features.
 
   Args:
@@ -71,7 +71,7 @@ def fit(
   return dataclasses.replace(noisy, num_iterations=num_iterations)
 
 
-def noisy_start(model: Model, det: dict, rows: objective.Rows, seed: int) -> dict:
+def noisy_start(model: Model, det: dict, rows: objective.Blocks, seed: int) -> dict:
   """Parameters where the search of a head with noise starts, from those of DET at its optimum and
   rows of the fit, or a sample of them.
   """

@@ -20,7 +20,7 @@ from flax import struct, traverse_util
 
 from het_plugin.estimators import compilation
 from het_plugin.estimators.model import Model, is_noise, on_features
-from het_plugin.estimators.objective import Rows
+from het_plugin.estimators.objective import Blocks
 from het_plugin.heads.covariance import MIN_DIAG
 from het_plugin.integrate import LowRank
 
@@ -141,7 +141,7 @@ def of_features(moments: np.ndarray, ridge: np.ndarray) -> tuple[np.ndarray, np.
   return left, np.square(left).T @ ridge
 
 
-def whitening_of(model: Model, params, rows: Rows) -> Whitening:
+def whitening_of(model: Model, params, rows: Blocks) -> Whitening:
   """The coordinates that suit `params`, in which a column of W has unit curvature on average."""
 
   def ridge(strength):

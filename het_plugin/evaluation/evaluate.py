@@ -25,7 +25,7 @@ from het_plugin.training import class_names
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class EvaluateSettings:
   """The flags of the main `het_plugin.evaluate`, by name."""
 
   checkpoint: Sequence[str]
@@ -57,7 +57,9 @@ class Settings:
         )
 
 
-def evaluate(settings: Settings, gin_settings: GinSettings = ((), (), ('.',))) -> list[Evaluation]:
+def evaluate(
+  settings: EvaluateSettings, gin_settings: GinSettings = ((), (), ('.',))
+) -> list[Evaluation]:
   """Evaluates all checkpoints, then all files of predictions.
 
   A checkpoint may be a file of predictions itself. A ValueError about files, data or settings comes
@@ -94,7 +96,7 @@ def evaluate(settings: Settings, gin_settings: GinSettings = ((), (), ('.',))) -
   return evaluations
 
 
-def fitted(settings: Settings, configs: Sequence[Configuration]) -> Settings:
+def fitted(settings: EvaluateSettings, configs: Sequence[Configuration]) -> EvaluateSettings:
   """The settings with task and split; ValueError if the models do not fit them."""
   chosen = []
   for config in configs:
@@ -125,7 +127,7 @@ def evaluate_rows(name: str, source: str, rows: Rows) -> Evaluation:
   return Evaluation(name, source, details, scores, agreement=people, class_names=rows.class_names)
 
 
-def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
+def evaluate_run(name: str, run: runs.Run, settings: EvaluateSettings) -> Evaluation:
   """Evaluates a run on the two splits of `fitted` settings, and its covariance."""
   info = data.classification_info(settings.dataset)
 
@@ -243,7 +245,7 @@ def _open(stack, prefix, run, settings, **changes) -> tuple[data.BatchIterator, 
     return stack.enter_context(opened)
 
 
-def _covariance_or_why_none(run: runs.Run, settings: Settings) -> dict[str, Any]:
+def _covariance_or_why_none(run: runs.Run, settings: EvaluateSettings) -> dict[str, Any]:
   """As `_covariance`; a defect of what only the page shows is a note and leaves the tables.
 
   Raises:
@@ -259,7 +261,7 @@ def _covariance_or_why_none(run: runs.Run, settings: Settings) -> dict[str, Any]
     return {'no_covariance': f'its class correlations could not be computed ({reason}).'}
 
 
-def _covariance(run: runs.Run, settings: Settings) -> dict[str, Any]:
+def _covariance(run: runs.Run, settings: EvaluateSettings) -> dict[str, Any]:
   """The covariance fields of an `Evaluation`."""
   index = settings.covariance_index
   images = settings.covariance_images

@@ -27,7 +27,7 @@ _TABLES = {
 }
 
 
-class Source(NamedTuple):
+class Compared(NamedTuple):
   """A checkpoint to evaluate; `group` is None outside groups."""
 
   name: str
@@ -37,10 +37,10 @@ class Source(NamedTuple):
 
 def choose_runs(
   checkpoints: Sequence[str], names: Sequence[str] | None, group_texts: Sequence[str]
-) -> list[Source]:
+) -> list[Compared]:
   """The runs of --checkpoint, --names and --group=NAME=DIR,DIR,...."""
   pairs = zip(choose_names(names, checkpoints), checkpoints, strict=True)
-  sources = [Source(name, path, None) for name, path in pairs]
+  sources = [Compared(name, path, None) for name, path in pairs]
   for text in group_texts:
     group, equals, paths = text.partition('=')
     paths = paths.split(',')
@@ -49,7 +49,7 @@ def choose_runs(
     if len(set(paths)) != len(paths):
       raise ValueError(f'--group={text} has a checkpoint twice: a seed counts once')
     pairs = zip(short_names(paths), paths, strict=True)
-    sources += [Source(f'{group}/{name}', path, group) for name, path in pairs]
+    sources += [Compared(f'{group}/{name}', path, group) for name, path in pairs]
   if not sources:
     raise ValueError('--checkpoint or --group is needed')
   names = [source.name for source in sources]
@@ -93,7 +93,7 @@ def check_changes(chosen: Sequence[ZeroShotDataset], changes: Mapping[str, Any])
 
 
 def evaluate(
-  sources: Sequence[Source],
+  sources: Sequence[Compared],
   gin_settings: GinSettings,
   datasets: Sequence[str] | None,
   changes: Mapping[str, Any],

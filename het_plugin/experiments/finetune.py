@@ -234,7 +234,7 @@ def _predictions(
   files = []
   for name, run in trained.items():
     target = folder / 'predictions' / split / _file_name(name)
-    settings = evaluate.Settings(
+    settings = evaluate.EvaluateSettings(
       checkpoint=[str(run)], split=split, batch_size=batch_size, save_to=target
     )
     find = functools.partial(_file_in, target)

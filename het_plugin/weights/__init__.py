@@ -8,12 +8,12 @@ from het_plugin.weights.towers import (
   read_tower,
   tower_bindings,
 )
-from het_plugin.weights.transfer import HEADS, INIT, Report, export_params, load_params
+from het_plugin.weights.transfer import HEADS, INIT, LoadReport, export_params, load_params
 
 __all__ = [
   'HEADS',
   'INIT',
-  'Report',
+  'LoadReport',
   'export_params',
   'is_tower',
   'is_weights_file',

@@ -24,7 +24,7 @@ _TEXT = ('text_tower/', 'text_projection/')
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class LoadReport:
   """What happened to every array."""
 
   loaded: Sequence[tuple[str, str, str]]  # (our name, name in the file, what was changed or '')
@@ -59,7 +59,7 @@ def load_params(
   config: Mapping[str, Any] | None = None,
   num_classes: int | None = None,
   num_heads: int | None = None,
-) -> tuple[dict[str, np.ndarray], Report]:
+) -> tuple[dict[str, np.ndarray], LoadReport]:
   """Our parameters from the arrays of a file.
 
   A heteroscedastic model takes W and b from a deterministic classifier; noise and temperature are
@@ -162,7 +162,7 @@ def load_params(
   if wrong:
     more = f' and {len(wrong) - _SHOWN} more' if len(wrong) > _SHOWN else ''
     raise ValueError(f'the weights do not fit the model: {"; ".join(wrong[:_SHOWN])}{more}')
-  return restacked(read, shapes), Report(loaded, sorted(initialised), skipped + unused)
+  return restacked(read, shapes), LoadReport(loaded, sorted(initialised), skipped + unused)
 
 
 def export_params(
