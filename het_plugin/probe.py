@@ -102,7 +102,8 @@ def tested(train: str, chosen: probe.Settings) -> reporting.Report:
 def main(argv: Sequence[str]) -> None:
   F = flags.FLAGS
   with command_line.one_sentence_errors(argv):
-    chosen, (train, *test) = settings(), [F.train, F.test]
+    chosen = settings()
+    train, *test = [F.train, F.test]
     of_checkpoint = ['dataset', 'splits', 'layer', 'output_dir']
     command_line.check_rows_flags(['train', 'test'], of_checkpoint)
     if not F.noise_test and set(chosen.heads) <= {'det'}:

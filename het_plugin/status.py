@@ -15,7 +15,7 @@ from absl import flags
 
 from het_plugin import reporting
 from het_plugin.config import command_line
-from het_plugin.operations import facts, profiles, run_status, status_report
+from het_plugin.operations import attempts, profiles, run_status, status_report
 from het_plugin.training import run_files
 
 _CLEAR = '\x1b[H\x1b[2J'
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
       _request_profile(run_dir, flags.FLAGS.profile_steps)
     state = _show(run_dir)
     try:
-      while flags.FLAGS.watch is not None and state != facts.DONE:
+      while flags.FLAGS.watch is not None and state != attempts.DONE:
         time.sleep(flags.FLAGS.watch)
         print(_CLEAR if sys.stdout.isatty() else '')
         state = _show(run_dir)
@@ -71,7 +71,7 @@ def _show(run_dir: str) -> str:
 
 def _request_profile(run_dir: str, steps: int) -> None:
   state = run_status.read(run_dir, flags.FLAGS.stale_seconds)['state']
-  if state not in (facts.RUNNING, run_status.STARTING):
+  if state not in (attempts.RUNNING, run_status.STARTING):
     raise ValueError(f'--profile_steps={steps} needs a running run; {run_dir} is {state}')
   profiles.request(run_dir, steps)
 

@@ -151,7 +151,8 @@ def test_all_examples_and_warnings(files, run_main, tmp_path):
 
 def test_other_test_rows_are_found_before_a_fit(files, run_main, monkeypatch):
   monkeypatch.setattr(evaluation_fewshot, '_evaluate', None)
-  (train, test), (other_train, _) = files['clean'], files['noisy']
+  train, test = files['clean']
+  other_train, _ = files['noisy']
   given = f'--train={train}', f'--test={test}', f'--train={other_train}', f'--test={other_train}'
   message = run_main(fewshot, *given, '--names=a,b', code=2)
   assert f"--test={other_train} has other rows than the test file of 'a'" in message

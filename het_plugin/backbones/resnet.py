@@ -229,7 +229,8 @@ def run_stages(
   for stage, units in enumerate(stages):
     name = f'stage{stage + 1}'
     shared = {'width': width * 2**stage, **settings}
-    (first, *others), rates = rates[:units], rates[units:]
+    first, *others = rates[:units]
+    rates = rates[units:]
     x = one(stride=2 if stage else 1, **shared, name=f'{name}_unit01')(x, first)
     if module.scan_layers and others:
       scan = scan_with_axes(

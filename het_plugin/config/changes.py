@@ -123,7 +123,9 @@ def changes(before: str, after: str) -> list[Change]:
     right = now.get(key)
     found = key
     while isinstance(left, statements.Macro) and left == right:
-      found, left, right = left.name, macros_before.get(left.name), macros_after.get(left.name)
+      found = left.name
+      left = macros_before.get(found)
+      right = macros_after.get(found)
     return found
 
   sides = (old, _harmless(before, old)), (new, _harmless(after, new))

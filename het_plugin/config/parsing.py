@@ -103,7 +103,8 @@ def as_typed(message: str) -> str:
   bound, macros = statements.parse(gin.config_str())
   for key, macro in bound.items():
     if isinstance(macro, statements.Macro) and macro.name not in message:
-      value, (_, configurable, parameter) = macros.get(macro.name), statements.split(key)
+      value = macros.get(macro.name)
+      _, configurable, parameter = statements.split(key)
       said = rf'(?<![\w./])({configurable}\.)?{parameter}(?=={re.escape(str(value))}(?![\w.]*\w))'
       message = re.sub(said, macro.name, message)
   return message

@@ -46,7 +46,7 @@ class Uses:
     return sorted(other for other in self.used if statements.split(other)[1:] == (name, parameter))
 
   def unused(self, key: str, value: Any) -> str:
-    """That a setting is not used, with the used one that was probably meant."""
+    """Says that a setting is not used, and which used one was probably meant."""
     shown = f'{key} = {value!r} is used by nothing'
     _, name, parameter = statements.split(key)
     if not name:

@@ -136,7 +136,7 @@ class ExampleReader:
     return mixed, names
 
   def _read(self, positions: np.ndarray) -> tuple[Batch, dict[int, str]]:
-    """As `read`, without mixing."""
+    """Reads as `read`, without mixing."""
     real = np.ones(len(positions), bool)
     if self.num_examples is not None:
       real = positions < self.num_examples

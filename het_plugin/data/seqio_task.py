@@ -70,7 +70,7 @@ class SeqioTask(seqio.Task):
     trim_output_features: bool = True,
     try_in_mem_cache: bool = True,
   ) -> tf.data.Dataset:
-    """As seqio.Task.get_dataset; the whole split is shuffled, so the buffer size is not needed.
+    """Reads as seqio.Task.get_dataset; the whole split is shuffled, so it needs no buffer size.
 
     Shard i of n holds the positions p with p mod n = i. `split` may be a slice; only the whole
     split 'train' is augmented.
@@ -259,7 +259,7 @@ class ImageFeatureConverter(_ImageConverter):
 
 
 class ImageTextFeatureConverter(_ImageConverter):
-  """As ImageFeatureConverter with `text` for label: token ids, 1 as their end, padded with 0."""
+  """Converts `image` and `text`: token ids, 1 as their end, padded with 0."""
 
   ANNOTATION = 'text'
   PADDING = 0

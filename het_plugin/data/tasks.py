@@ -322,7 +322,7 @@ def _made(prefix: str, argument: str) -> ImageTask:
 
 
 def _preprocessors(prefix: str, typical_side: Callable[[], float]) -> tuple[Sequence, Sequence]:
-  """Those of training and of evaluation."""
+  """The preprocessors of training and of evaluation."""
   if prefix in ('image_folder', 'parquet', 'webdataset') and typical_side() <= _SMALL:
     # A crop of 5% of a small image shows nothing, and 8/7 of the side cuts off its border.
     return (pp.PadCrop(), pp.Flip()), (pp.Resize(),)

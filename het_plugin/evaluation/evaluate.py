@@ -246,7 +246,7 @@ def _open(stack, prefix, run, settings, **changes) -> tuple[data.BatchIterator, 
 
 
 def _covariance_or_why_none(run: runs.Run, settings: EvaluateSettings) -> dict[str, Any]:
-  """As `_covariance`; a defect of what only the page shows is a note and leaves the tables.
+  """Correlations of classes (`_covariance`), or a note of the defect, which leaves the tables.
 
   Raises:
     ValueError: an id of `covariance_index` does not exist.

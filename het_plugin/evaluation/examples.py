@@ -38,7 +38,7 @@ class Examples:
 
   @classmethod
   def of(cls, dataset: str, split: str) -> 'Examples':
-    """Those of the flags --dataset and --split; reads no image.
+    """Opens the examples of the flags --dataset and --split; reads no image.
 
     Raises:
       ValueError: the task or the split does not exist, or the images have captions.

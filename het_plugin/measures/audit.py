@@ -117,8 +117,10 @@ def audit(p: np.ndarray, label: np.ndarray) -> Audit:
   nll = 0.0
   for rows, part, q, likelihood in posteriors(p, label, confusions):
     each = np.arange(len(part)), label[rows]
-    probability[rows], confidence[rows] = part[each], part.max(axis=1)
-    wrong[rows], suggested[rows] = 1.0 - q[each], q.argmax(axis=1)
+    probability[rows] = part[each]
+    confidence[rows] = part.max(axis=1)
+    wrong[rows] = 1.0 - q[each]
+    suggested[rows] = q.argmax(axis=1)
     kind[rows] = np.where(confidence[rows] > UNSURE, 'fine', 'ambiguous')
     kind[rows][wrong[rows] > 0.5] = 'wrong'
     classes += q.sum(axis=0) / num_rows

@@ -5,7 +5,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from het_plugin.operations import facts
+from het_plugin.operations.attempts import DONE, Facts
 from het_plugin.training import observer
 
 TRAINING = 'training'  # steps whose result was kept
@@ -29,7 +29,7 @@ PARTS = {
 }
 
 
-def goodput(attempts: Sequence[facts.Facts]) -> dict[str, Any]:
+def goodput(attempts: Sequence[Facts]) -> dict[str, Any]:
   """Where the time of a run went, from the facts of process 0 of its attempts, in order.
 
   Steps of an attempt beyond the one from which a later attempt continued are repeated. They count
@@ -57,7 +57,7 @@ def goodput(attempts: Sequence[facts.Facts]) -> dict[str, Any]:
     seconds[TRAINING] += stepping - repeated
     seconds[REPEATED] += repeated
     repeated_steps += lost
-    if later and attempt.state != facts.DONE:
+    if later and attempt.state != DONE:
       seconds[DOWN] += max(0.0, later[0].began - attempt.began - attempt.wall_seconds)
   wall = sum(seconds.values())
   share = seconds[TRAINING] / wall if wall else 0.0

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from het_plugin.operations import facts, stopping
+from het_plugin.operations import attempts, stopping
 from het_plugin.operations.recorder import Recorder
 from het_plugin.training import exit_codes
 
@@ -58,7 +58,7 @@ class Heartbeat:
     """Writes facts from now on, in the folder of this start of the run; OSError if it cannot."""
     with self._writing:  # two writes at once would take each other's unfinished file
       self._attempt = attempt
-      facts.write(attempt, self._recorder.now())
+      attempts.write(attempt, self._recorder.now())
 
   def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
     self.end(error)
@@ -74,13 +74,13 @@ class Heartbeat:
     self._thread.join()
     if refused:
       if self._attempt is not None:
-        facts.remove(self._attempt, self._recorder.now().process)
+        attempts.remove(self._attempt, self._recorder.now().process)
       return
-    if self._recorder.now().state == facts.RUNNING:
-      state = facts.DONE
+    if self._recorder.now().state == attempts.RUNNING:
+      state = attempts.DONE
       message = ''
       if isinstance(error, exit_codes.Preempted):
-        state = facts.PREEMPTED
+        state = attempts.PREEMPTED
         message = f'SIGTERM; step {error.step} is saved' if error.step else 'SIGTERM'
       self._recorder.change(state=state, message=message, exit_code=exit_codes.of(error))
     self._beat()
@@ -88,7 +88,7 @@ class Heartbeat:
   def fail(self, error: BaseException | None) -> None:
     """Writes why the run ends, before files are closed, which can take long."""
     code = exit_codes.of(error)
-    if code in (0, exit_codes.PREEMPTED) or self._recorder.now().state != facts.RUNNING:
+    if code in (0, exit_codes.PREEMPTED) or self._recorder.now().state != attempts.RUNNING:
       return
     self._failure = error
     text = ' '.join(''.join(traceback.format_exception_only(error)).split())[:_MESSAGE_LENGTH]
@@ -129,10 +129,10 @@ class Heartbeat:
       if self._attempt is not None:
         self.attempt('profile', self._poll)
 
-  def _end_process(self, own: facts.Facts, stalled: float) -> None:
+  def _end_process(self, own: attempts.Facts, stalled: float) -> None:
     message = own.message
     code = own.exit_code
-    if own.state == facts.RUNNING:
+    if own.state == attempts.RUNNING:
       message = f'{own.name} has been {own.place} for {stalled:.0f} s'
       code = exit_codes.LOST
     else:  # it has failed, and something does not let it close
@@ -142,7 +142,7 @@ class Heartbeat:
     stopping.leave(f'Error: {message}', code, record)
 
   def _failed(self, message: str, exit_code: int) -> None:
-    self._recorder.change(state=facts.FAILED, message=message, exit_code=exit_code)
+    self._recorder.change(state=attempts.FAILED, message=message, exit_code=exit_code)
     self._beat()
 
   def _beat(self) -> None:
@@ -150,5 +150,5 @@ class Heartbeat:
       if self._attempt is None:
         return
       self._recorder.change(beat=self._recorder.now().beat + 1)
-      write = functools.partial(facts.write, self._attempt, self._recorder.now())
+      write = functools.partial(attempts.write, self._attempt, self._recorder.now())
       self.attempt('signs of life', write)

@@ -19,7 +19,7 @@ from typing import IO
 
 from etils import epath
 
-from het_plugin.operations import facts
+from het_plugin.operations import attempts
 from het_plugin.training import processes, run_files
 
 _log = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ def held(model_dir: epath.PathLike, patience: float = PATIENCE_SECONDS) -> Itera
         _wait_for_silence(model_dir, patience)
       else:
         _lock(stack.enter_context(run_files.open_lock(model_dir / NAME)), model_dir, patience)
-      return facts.new_attempt(model_dir).name
+      return attempts.new_folder(model_dir).name
 
-    yield model_dir / facts.FOLDER / processes.in_the_first(acquire)
+    yield model_dir / attempts.FOLDER / processes.in_the_first(acquire)
 
 
 def taken(file: IO[str]) -> bool | None:
@@ -91,17 +91,17 @@ def _lock(file, model_dir: epath.Path, patience: float) -> None:
 
 def _wait_for_silence(model_dir: epath.Path, patience: float) -> None:
   """Without locks: waits until the facts of process 0 stop changing."""
-  folders = list(facts.attempts(model_dir).values())
-  first = facts.read(facts.file(folders[-1], 0)) if folders else None
-  if first is None or first.state != facts.RUNNING:
+  folders = list(attempts.folders(model_dir).values())
+  first = attempts.read(attempts.file(folders[-1], 0)) if folders else None
+  if first is None or first.state != attempts.RUNNING:
     return
   _say_that_it_waits(model_dir, first.name, patience)
   deadline = time.monotonic() + patience
   now = first
   while time.monotonic() < deadline:
     time.sleep(min(_POLL_SECONDS * 5, patience / 4))
-    now = facts.read(facts.file(folders[-1], 0)) or now
-    if now.state != facts.RUNNING:
+    now = attempts.read(attempts.file(folders[-1], 0)) or now
+    if now.state != attempts.RUNNING:
       return
   if now.beat != first.beat:
     raise _in_use(model_dir, first.name)

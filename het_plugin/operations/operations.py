@@ -11,7 +11,7 @@ import jax
 from etils import epath
 
 from het_plugin.operations import (
-  facts,
+  attempts,
   goodput,
   heartbeat,
   lock,
@@ -88,7 +88,7 @@ class Operations(observer.Observer):
     files.enter_context(profiles.server(self._run.profiler_port))
     files.enter_context(logs.written(model_dir, self.recorder))
     files.callback(self._heartbeat.attempt, 'profile', self._profiler.end)
-    self._earlier = list(facts.read_attempts(model_dir).values())
+    self._earlier = list(attempts.read_attempts(model_dir).values())
     self._heartbeat.begin(attempt)
 
   def _can_save(self) -> bool:

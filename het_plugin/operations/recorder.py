@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from het_plugin.operations.facts import Facts
+from het_plugin.operations.attempts import Facts
 from het_plugin.training.observer import END, START
 
 

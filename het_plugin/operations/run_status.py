@@ -13,9 +13,9 @@ from typing import Any
 
 from etils import epath
 
-from het_plugin.operations import facts as facts_lib
+from het_plugin.operations import attempts as attempts_lib
 from het_plugin.operations import goodput
-from het_plugin.operations.facts import FAILED, FOLDER, RUNNING, Facts
+from het_plugin.operations.attempts import FAILED, FOLDER, RUNNING, Facts
 from het_plugin.training import observer, run_files
 
 # Further states of a run. STALE: it stopped giving signs of life, without a reason.
@@ -67,9 +67,9 @@ def read(
       f'RUN_DIR={run_dir} is not a run: it has none of config.gin, metrics.jsonl, {FOLDER}, '
       'checkpoint_STEP'
     )
-  attempts = facts_lib.read_attempts(folder)
-  newest_first = reversed(facts_lib.attempts(folder).values())
-  processes = next(filter(None, map(facts_lib.read_processes, newest_first)), [])
+  attempts = attempts_lib.read_attempts(folder)
+  newest_first = reversed(attempts_lib.folders(folder).values())
+  processes = next(filter(None, map(attempts_lib.read_processes, newest_first)), [])
   scalars, damaged = _last_scalars(folder)
   rows = _process_rows(processes, now, stale_seconds)
   last_sign = max((facts.time for facts in processes), default=None)

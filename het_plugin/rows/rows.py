@@ -215,7 +215,8 @@ def check_pair(sources: Sequence[str], meanings: Sequence[Mapping[str, Any]]) ->
 
   `meanings` are `Rows.meaning` of both. What one of the two does not say is not compared.
   """
-  (first, other), (ours_of, theirs_of) = sources, meanings
+  first, other = sources
+  ours_of, theirs_of = meanings
   for name, ours in ours_of.items():
     theirs = theirs_of[name]
     if ours is None or theirs is None or ours == theirs:

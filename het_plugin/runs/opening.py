@@ -60,7 +60,9 @@ class Configuration:
 
   def __init__(self, checkpoint: str, step: int | None, arrays: Mapping[str, np.ndarray] | None):
     """Of gin's current configuration. `arrays` are the content of a published file."""
-    self.checkpoint, self.step, self.text = checkpoint, step, gin.config_str()
+    self.checkpoint = checkpoint
+    self.step = step
+    self.text = gin.config_str()
     self._state = gin_state.capture()
     self._arrays = arrays
     self._made: dict[str, Any] = {}

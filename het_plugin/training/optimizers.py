@@ -197,7 +197,7 @@ def evaluates_ema(optimizer_def: Any) -> bool:
 
 
 def stop_frozen(optimizer_def: Any, params: PyTree) -> PyTree:
-  """The same parameters. No gradient flows into the frozen ones."""
+  """Stops the gradient of the frozen parameters; their values stay the same."""
   pattern = getattr(optimizer_def, 'frozen_params', None)  # optimizers that are not ours have none
   if pattern is None:
     return params

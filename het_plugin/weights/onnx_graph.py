@@ -78,7 +78,8 @@ class Graph:
     """`batch` is the symbolic dimension."""
     self.nodes = []
     self.constants = {}
-    self.batch, self.batch_size = batch, Name('batch_size')
+    self.batch = batch
+    self.batch_size = Name('batch_size')
     self._numbers = itertools.count()
 
   def op(self, kind: str, *inputs: Any, **attributes: Any) -> Name:
@@ -465,7 +466,8 @@ def _gather(graph, eqn, x, index):
     x = _cut(graph, x, starts, ends)
     return graph.op('Squeeze', x, graph.ints(collapsed)) if collapsed else x
   is_whole = [a is b or a == b for a, b in zip(sizes, shape, strict=True)]
-  (axis, *more), rank = wanted, len(of_index) - 1
+  axis, *more = wanted
+  rank = len(of_index) - 1
   in_place = [a for a in range(len(eqn.outvars[0].aval.shape)) if a not in numbers.offset_dims]
   if (
     more

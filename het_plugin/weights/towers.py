@@ -408,7 +408,7 @@ def _stem(name, outer):
 
 
 def _convnext_stem(name):
-  """The same of a ConvNeXt."""
+  """Our name of a layer of a ConvNeXt, None if it is unknown, and 'weight' or 'bias'."""
   name, kind = _layer_and_kind(name)
   if block := _STAGE_BLOCK.fullmatch(name):
     inner = _CONVNEXT_INNER.get(block[3])

@@ -62,7 +62,8 @@ def assert_close(got, expected):
 )
 def test_loops_and_recomputation_change_nothing(case, remat, scan):
   model = CASES[case]
-  params, ((value, intermediates), gradient) = params_of(case), plain(case)
+  params = params_of(case)
+  (value, intermediates), gradient = plain(case)
   other = dataclasses.replace(model, remat=remat, scan_layers=scan)
   other_params = stack(model, params, IMAGE) if scan else params
   shapes = jax.eval_shape(other.init, jax.random.key(1), IMAGE)

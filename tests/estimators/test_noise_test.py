@@ -55,7 +55,8 @@ def test_the_first_order_is_that_of_the_integral(link):
     before = before / (1 - before) if link == 'sigmoid' else before
     return np.abs(np.log(exact / before)).max(), np.abs(found - np.log(exact)).max()
 
-  (large, missed_large), (change, missed) = errors(0.2), errors(0.1)
+  large, missed_large = errors(0.2)
+  change, missed = errors(0.1)
   assert missed < 0.15 * change and 3.0 < large / change < 5.0
   assert missed < 0.15 * missed_large  # of fourth order in the standard deviation
 

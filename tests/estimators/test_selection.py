@@ -39,7 +39,9 @@ def test_weights_count_as_repetitions_in_the_mean_of_the_rule():
 @pytest.mark.parametrize('cls', [HetClassifier, HetXLClassifier])
 def test_noise_is_taken_where_labels_have_it(cls, tmp_path):
   x, y = problem(1500, is_noisy=True)
-  fitted, (x_test, y_test) = (x[:1000], y[:1000]), (x[1000:], y[1000:])
+  fitted = x[:1000], y[:1000]
+  x_test = x[1000:]
+  y_test = y[1000:]
   det = DetClassifier().fit(*fitted)
   head = cls(**SETTINGS).fit(*fitted, start=det)
   assert head.C_noise_ in NOISE_SHARES

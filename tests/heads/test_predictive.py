@@ -168,7 +168,9 @@ def test_noise_comes_from_the_stream_or_is_fixed():
     }
 
   found = jax.tree.map(np.asarray, found(params))
-  (fixed, again), (one, two), same = found['fixed'], found['streams'], found['same']
+  fixed, again = found['fixed']
+  one, two = found['streams']
+  same = found['same']
   np.testing.assert_array_equal(fixed, again)
   assert np.abs(one - two).max() > 1e-3
   np.testing.assert_array_equal(found['raw'], one)

@@ -91,7 +91,8 @@ def test_doubtful_rows_are_decided_in_float64():
   x, y = overlapping(60, 20, 2, 2)
   model = ridge.decompose(x, y)
   rng = np.random.default_rng(0)
-  (a, b), (bias_a, bias_b) = model.weights(1.0).T, model.bias(1.0)
+  a, b = model.weights(1.0).T
+  bias_a, bias_b = model.bias(1.0)
   z = rng.normal(size=(200, 20))
   apart = z @ (a - b) + bias_a - bias_b
   z -= ((apart - 1e-9 * rng.choice([-1, 1], 200)) / ((a - b) @ (a - b)))[:, None] * (a - b)

@@ -1,7 +1,7 @@
 """Goodput of hand-made histories."""
 
 from het_plugin.operations import goodput
-from het_plugin.operations.facts import RUNNING, Facts
+from het_plugin.operations.attempts import RUNNING, Facts
 
 
 def attempt(began, start_step, last_step, state=RUNNING, /, **seconds):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from het_plugin.operations import facts, heartbeat, recorder
+from het_plugin.operations import attempts, heartbeat, recorder
 from het_plugin.training import exit_codes, observer
 from tests.waiting import wait_for
 
@@ -31,9 +31,9 @@ def test_the_file_follows_the_run(tmp_path):
   clock = recorder.Recorder()
   with beating(tmp_path, clock), clock.phase(observer.EVALUATE):
     clock.tick(7)
-    wait_for(lambda: facts.read_processes(tmp_path)[0].step == 7)
-    (running,) = facts.read_processes(tmp_path)
-  (done,) = facts.read_processes(tmp_path)
+    wait_for(lambda: attempts.read_processes(tmp_path)[0].step == 7)
+    (running,) = attempts.read_processes(tmp_path)
+  (done,) = attempts.read_processes(tmp_path)
   assert (running.step, running.phase, running.state) == (7, 'evaluate', 'running')
   assert (running.process, running.processes) == (0, 1)
   assert (done.state, done.exit_code, done.began) == ('done', 0, running.began)
@@ -62,8 +62,8 @@ def test_one_that_is_stuck_ends_with_its_stacks(tmp_path):
   )
   assert done.returncode == exit_codes.LOST
   assert 'in phase data at step 14 for 1 s' in done.stderr and 'line 12 in <module>' in done.stderr
-  (found,) = facts.read_processes(tmp_path)
-  assert (found.state, found.exit_code, found.step) == (facts.FAILED, exit_codes.LOST, 14)
+  (found,) = attempts.read_processes(tmp_path)
+  assert (found.state, found.exit_code, found.step) == (attempts.FAILED, exit_codes.LOST, 14)
   assert found.message in done.stderr
 
 

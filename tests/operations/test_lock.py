@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from het_plugin.operations import facts, lock
+from het_plugin.operations import attempts, lock
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,9 +81,9 @@ def no_locks(monkeypatch):
   monkeypatch.setattr(lock.fcntl, 'lockf', has_none)
 
 
-def write_facts(attempt, beat, state=facts.RUNNING):
+def write_facts(attempt, beat, state=attempts.RUNNING):
   theirs = {'process': 0, 'processes': 1, 'host': 'there', 'pid': 7, 'began': 0.0, 'time': 0.0}
-  facts.write(attempt, facts.Facts(**theirs, total_steps=9, beat=beat, state=state))
+  attempts.write(attempt, attempts.Facts(**theirs, total_steps=9, beat=beat, state=state))
 
 
 def test_one_whose_facts_change_holds_it(tmp_path, no_locks):
@@ -91,7 +91,7 @@ def test_one_whose_facts_change_holds_it(tmp_path, no_locks):
     write_facts(attempt, 1)
     threading.Timer(0.3, write_facts, (attempt, 2)).start()
     assert 'in use by process 0 (host there, pid 7)' in refused(tmp_path, patience=1)
-    write_facts(attempt, 3, facts.DONE)
+    write_facts(attempt, 3, attempts.DONE)
     with held(tmp_path, patience=60) as second:  # at once
       assert second.name == 'attempt_0002'
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from het_plugin.operations import facts, goodput, heartbeat, operations
+from het_plugin.operations import attempts, goodput, heartbeat, operations
 from het_plugin.training import exit_codes, observer
 from tests.waiting import wait_for
 
@@ -47,9 +47,9 @@ def test_files_follow_the_run(tmp_path, caplog):
     watch.resumed(4)
     watch.before_step(5)
     watch.after_step(5, None)
-    wait_for(lambda: facts.read_attempts(tmp_path)[1].step == 5)
+    wait_for(lambda: attempts.read_attempts(tmp_path)[1].step == 5)
     watch.leaving(None, writer)
-  found = facts.read_attempts(tmp_path)[1]
+  found = attempts.read_attempts(tmp_path)[1]
   assert (found.start_step, found.step) == (4, 5)
   ((step, scalars),) = writer.written
   assert step == 5
@@ -71,7 +71,7 @@ def test_how_it_ended(tmp_path, error, message):
   with pytest.raises(type(error)), observing(tmp_path) as watch:
     watch.resumed(0)
     raise error
-  found = facts.read_attempts(tmp_path)[1]
+  found = attempts.read_attempts(tmp_path)[1]
   assert found.message.endswith(message)
   failed = not isinstance(error, exit_codes.Preempted)
   assert len(messages(tmp_path)) == failed
@@ -95,11 +95,11 @@ def test_garbage_is_collected_from_the_first_step_on_unless_the_program_decided(
 
 def test_a_start_that_is_refused_is_no_attempt(tmp_path):
   with pytest.raises(ValueError, match='shape'), observing(tmp_path):
-    assert list(facts.attempts(tmp_path)) == [1]
+    assert list(attempts.folders(tmp_path)) == [1]
     raise ValueError('another shape')
   assert not (tmp_path / 'attempts').exists()
   with observing(tmp_path):
-    assert list(facts.attempts(tmp_path)) == [1]
+    assert list(attempts.folders(tmp_path)) == [1]
 
 
 def cannot_write(*args):
@@ -110,17 +110,17 @@ def test_training_goes_on_where_files_cannot_be_written(tmp_path, caplog, monkey
   watch = operations.Operations()
   with observing(tmp_path, watch):
     with monkeypatch.context() as full:
-      full.setattr(facts, 'write', cannot_write)
+      full.setattr(attempts, 'write', cannot_write)
       wait_for(lambda: caplog.records)
       time.sleep(0.1)
     assert len(caplog.records) == 1
     assert caplog.records[0].getMessage().startswith('Training continues without its ')
     watch.resumed(3)
-    wait_for(lambda: facts.read_attempts(tmp_path)[1].step == 3)
+    wait_for(lambda: attempts.read_attempts(tmp_path)[1].step == 3)
 
 
 def test_the_start_and_a_beat_do_not_write_at_once(tmp_path, monkeypatch):
-  write = facts.write
+  write = attempts.write
   writing = []
   most = set()
 
@@ -131,14 +131,14 @@ def test_the_start_and_a_beat_do_not_write_at_once(tmp_path, monkeypatch):
     write(*args)
     writing.pop()
 
-  monkeypatch.setattr(facts, 'write', slow)
+  monkeypatch.setattr(attempts, 'write', slow)
   with observing(tmp_path):
     pass
   assert most == {1}
 
 
 def test_a_full_disk_at_the_start_is_one_sentence(tmp_path, monkeypatch):
-  monkeypatch.setattr(facts, 'write', cannot_write)
+  monkeypatch.setattr(attempts, 'write', cannot_write)
   words = f'{tmp_path} .*No space left on device'
   with pytest.raises(ValueError, match=words), observing(tmp_path):
     pytest.fail('it began')

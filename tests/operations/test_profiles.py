@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from het_plugin.operations import facts, profiles, recorder
+from het_plugin.operations import attempts, profiles, recorder
 from het_plugin.training import observer
 
 
@@ -29,7 +29,7 @@ def train(profiler, steps):
 def poll(profiler, step, seconds_per_step=0.1):
   """At this step of a run that began at step 0 and takes so long per step."""
   times = {observer.STEP: step * seconds_per_step}
-  now = facts.Facts(0, 1, 'h', 1, 0.0, 0.0, 1000, step=step, start_step=0, seconds=times)
+  now = attempts.Facts(0, 1, 'h', 1, 0.0, 0.0, 1000, step=step, start_step=0, seconds=times)
   profiler._recorder.now = lambda: now
   profiler.poll()
 

@@ -42,6 +42,7 @@ def test_the_temperature_does_not_decay():
 @pytest.mark.slow
 def test_noise_finds_the_truth_behind_wrong_labels():
   found = load('saved_features').main()
-  (det_loss, det, det_clean), (loss, predicted, clean) = found['Det'], found['HetXL']
+  det_loss, det, det_clean = found['Det']
+  loss, predicted, clean = found['HetXL']
   assert loss < det_loss - 0.05 and clean > det + 0.04
   assert det == det_clean and abs(clean - predicted) < 0.03

@@ -122,5 +122,6 @@ def test_numbers_of_light_cells_of_a_grid_can_be_read():
   png = reporting.grid_png(rows, {'x': lambda row: row['x']})
   image = np.asarray(Image.open(io.BytesIO(png)).convert('RGB'), int)
   light = np.argwhere((abs(image - [253, 231, 37]) < 3).all(-1))
-  (top, left), (bottom, right) = light.min(0) + 5, light.max(0) - 5
+  top, left = light.min(0) + 5
+  bottom, right = light.max(0) - 5
   assert (image[top:bottom, left:right].sum(-1) < 100).sum() > 50

@@ -43,7 +43,9 @@ class Stream:
 
   def __init__(self, batch_size=BATCH_SIZE, ids=None, stop_at=np.inf):
     self._ids = np.arange(NUM_EXAMPLES) if ids is None else ids
-    self._batch_size, self._stop_at, self.num_examples = batch_size, stop_at, len(self._ids)
+    self._batch_size = batch_size
+    self._stop_at = stop_at
+    self.num_examples = len(self._ids)
 
   def set_state(self, state):
     self._position = state['position']

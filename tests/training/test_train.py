@@ -24,7 +24,7 @@ from flax import traverse_util
 from het_plugin import data
 from het_plugin.config import changes
 from het_plugin.operations import (
-  facts,
+  attempts,
   goodput,
   heartbeat,
   operations,
@@ -283,7 +283,7 @@ def test_a_crash_goes_back_to_the_last_intact_checkpoint_without_repeating_lines
     assert series(tmp_path, name) == series(uninterrupted[0], name)
   assert len([row for row in lines(tmp_path) if 'train/loss' in row]) == 12
 
-  crashed, resumed = facts.read_attempts(tmp_path).values()
+  crashed, resumed = attempts.read_attempts(tmp_path).values()
   assert (crashed.start_step, crashed.step, crashed.saved_step) == (0, 9, 8)
   assert (crashed.state, crashed.message) == ('failed', 'RuntimeError: crash')
   assert (resumed.start_step, resumed.step, resumed.state) == (4, 12, 'done')

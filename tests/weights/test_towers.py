@@ -401,7 +401,8 @@ def timm_arrays(params):
     linear(f'{root}.mlp.fc2', [b['mlp']['wo']])
     arrays[f'{root}.ls1.gamma'] = b['attention_scale']
     arrays[f'{root}.ls2.gamma'] = b['mlp_scale']
-  arrays['head.weight'], arrays['head.bias'] = np.ones((5, 16)), np.zeros(5)
+  arrays['head.weight'] = np.ones((5, 16))
+  arrays['head.bias'] = np.zeros(5)
   return arrays
 
 

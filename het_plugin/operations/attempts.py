@@ -1,6 +1,7 @@
-"""Facts that each process of a run writes about itself every few seconds.
+"""Attempts, the starts of a run, and the facts that each process writes about itself.
 
-A start of a run is an attempt, with a folder: attempts/attempt_0001/process-00000.json and so on.
+An attempt has a folder, attempts/attempt_0001, with a file process-00000.json of each process,
+written every few seconds.
 A process replaces its file as a whole, so a killed attempt leaves its last facts.
 """
 
@@ -127,14 +128,14 @@ def _fits(name: str, value: Any) -> bool:
   return run_files.is_count(value)
 
 
-def attempts(model_dir: epath.PathLike) -> dict[int, epath.Path]:
+def folders(model_dir: epath.PathLike) -> dict[int, epath.Path]:
   """The folders of a run's attempts, by number and in order."""
   return run_files.numbered(epath.Path(model_dir) / FOLDER, _PREFIX)
 
 
-def new_attempt(model_dir: epath.PathLike) -> epath.Path:
+def new_folder(model_dir: epath.PathLike) -> epath.Path:
   """Makes the folder of the next attempt."""
-  number = max(attempts(model_dir), default=0) + 1
+  number = max(folders(model_dir), default=0) + 1
   folder = epath.Path(model_dir) / FOLDER / f'{_PREFIX}{number:04d}'
   folder.mkdir(parents=True, exist_ok=True)
   return folder
@@ -142,9 +143,9 @@ def new_attempt(model_dir: epath.PathLike) -> epath.Path:
 
 def read_attempts(model_dir: epath.PathLike) -> dict[int, Facts]:
   """The facts of process 0 of each attempt by number; unreadable ones are left out."""
-  folders = attempts(model_dir)
-  found = _read_all(file(folder, 0) for folder in folders.values())
-  return {n: facts for n, facts in zip(folders, found, strict=True) if facts is not None}
+  numbered = folders(model_dir)
+  found = _read_all(file(folder, 0) for folder in numbered.values())
+  return {n: facts for n, facts in zip(numbered, found, strict=True) if facts is not None}
 
 
 def read_processes(attempt: epath.PathLike) -> list[Facts]:
