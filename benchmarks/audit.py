@@ -1,8 +1,8 @@
 """Wrong labels found by our audit and by cleanlab, where the truth is known.
 
-    pip install cleanlab && python benchmarks/audit.py [--json OUT]
-    python benchmarks/audit.py --data digits,linear --kinds next,uniform,pairs,rate --shares 0.1,0.3
-    python benchmarks/audit.py --data worse,annotator,aggre --rows 6000 --people cifar10_human.npz \
+    pip install cleanlab && python -m benchmarks.audit [--json OUT]
+    python -m benchmarks.audit --data digits,linear --kinds next,uniform,pairs,rate --shares 0.1,0.3
+    python -m benchmarks.audit --data worse,annotator,aggre --rows 6000 --people cifar10_human.npz \
       --features cifar.npz
 
 A share of the labels is moved: `next`, to the next class; `uniform`, to any; `pairs`, within pairs
@@ -27,7 +27,7 @@ share of wrong labels. For cleanlab it is the number of label issues over the nu
 Everything takes an hour of CPU time, and DET and cleanlab take five minutes of it. A few seconds
 are enough for --data linear --kinds next --shares 0.3 --seeds 2 --rows 300 --heads det.
 
-    python benchmarks/audit.py --stream --rows 1000000
+    python -m benchmarks.audit --stream --rows 1000000
 
 instead audits features of 32 columns that stay on disk, with labels of 20 classes, by one epoch of
 DET for each fold: of a tenth of the rows, then of all. It writes all files of the command, and

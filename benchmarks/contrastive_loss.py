@@ -1,6 +1,6 @@
 """Our batch softmax against the plain one over 8 devices: seconds and memory of loss and gradient.
 
-    python benchmarks/contrastive_loss.py [--losses det,het_xl] [--samples 1] [--json OUT]
+    python -m benchmarks.contrastive_loss [--losses det,het_xl] [--samples 1] [--json OUT]
 
 The plain loss is what one writes down: all similarities [B, B] (with noise [B, S, B], for each
 direction), `jax.nn.log_softmax` along both sides, differentiated by JAX and cut over the devices by

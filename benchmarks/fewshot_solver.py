@@ -1,7 +1,7 @@
 """Few-shot ridge regression at 30 strengths: ours, scikit-learn's RidgeClassifier, and the
 straightforward eigen-decomposition, on the same arrays.
 
-    python benchmarks/fewshot_solver.py --json solver.json
+    python -m benchmarks.fewshot_solver --json solver.json
 
 Each is fitted to 25 shots per class and classifies test rows at l2 = 2^-10 .. 2^19.
 RidgeClassifier is fitted once per strength to standardised features, with Cholesky, its fastest

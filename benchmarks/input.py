@@ -1,7 +1,7 @@
 """How fast JPEG files are read, cropped at random and mirrored, compared with tf.data.
 
-    python benchmarks/input.py [--json OUT]
-    python benchmarks/input.py --files=64 --size=48 --image_size=16 --batch=8 --turn=64 --workers=1
+    python -m benchmarks.input [--json OUT]
+    python -m benchmarks.input --files=64 --size=48 --image_size=16 --batch=8 --turn=64 --workers=1
 
 Makes JPEG files with the spectrum of photographs, an image folder and the same files as a TFDS data
 set. Reads them with our pipeline and, in turns, with tf.data: read, decode, random crop of 5% to

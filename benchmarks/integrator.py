@@ -1,7 +1,7 @@
 """Our integrator against the paper's procedure: seconds and memory of the loss and its gradient.
 
-    python benchmarks/integrator.py [--heads het_xl] [--links softmax] [--json OUT]
-    python benchmarks/integrator.py --equal_accuracy [--heads het,het_h,het_xl] [--json OUT]
+    python -m benchmarks.integrator [--heads het_xl] [--links softmax] [--json OUT]
+    python -m benchmarks.integrator --equal_accuracy [--heads het,het_h,het_xl] [--json OUT]
 
 The paper's procedure, as its reference implementation has it: all S noise samples are materialised,
 the classifier is applied to every one of them, and the loss is -log of the mean probability,
@@ -16,7 +16,7 @@ less: the exact method for a sigmoid, the fewest Sobol points, from `MIN_TILTED`
 --noises 0.5,1,2 repeats it with the noise scaled to these standard deviations of the logits over
 tau.
 
-    python benchmarks/integrator.py --classes 1000000 [--heads det,het_h,het_xl] [--memory_only]
+    python -m benchmarks.integrator --classes 1000000 [--heads det,het_h,het_xl] [--memory_only]
 
 From `MANY_CLASSES` on there is no paper's procedure to compare with. A row is then our loss and
 gradient with all classes at one time, or in tiles of --class_tile classes. Both take turns.

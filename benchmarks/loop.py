@@ -1,7 +1,7 @@
 """Overhead of the training loop over the bare compiled step, and how long a checkpoint stops it.
 
-    python benchmarks/loop.py [--json OUT]
-    python benchmarks/loop.py --sizes=tiny --pairs=2 --period=5
+    python -m benchmarks.loop [--json OUT]
+    python -m benchmarks.loop --sizes=tiny --pairs=2 --period=5
 
 Compares `train` as a run calls it (prefetched batches, metrics, reports, the check for preemption)
 with the same compiled step in a bare loop over one batch on the device. They take turns of --period

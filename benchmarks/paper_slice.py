@@ -1,6 +1,6 @@
 """Memory and FLOPs of each head on the paper's own slice, 64 TPU v3 chips, from the compiler.
 
-    python benchmarks/paper_slice.py [--backbones vit_l_32] [--meshes 32x4,128x1] [--json OUT]
+    python -m benchmarks.paper_slice [--backbones vit_l_32] [--meshes 32x4,128x1] [--json OUT]
 
 Compiles the training step for JFT-4B's 29,593 classes, batch 4096, R = 50 and the exact sigmoid
 link on v3:8x8, which has 128 devices. Section 1 of Collier et al. (2023) reports that HET does not

@@ -1,6 +1,6 @@
 """Seconds that the estimators take, and those of LogisticRegression on the same rows.
 
-    python benchmarks/probe.py [--json OUT] [--rows 50000 --dim 768 --classes 100]
+    python -m benchmarks.probe [--json OUT] [--rows 50000 --dim 768 --classes 100]
 
 Features are normal with a decaying spectrum, as those of trained backbones are, and labels those of
 a HET of rank 4; with --truth=het_xl features have equal variances and labels are those of a HET-XL.
@@ -12,7 +12,7 @@ far from the optimum it says that it may be, in nats. C_noise is what was chosen
 The goal for all four heads at the default size is 120 CPU seconds; at --truth=het_xl --rows=20000
 --dim=64 --classes=50 --C=1 it is 4 times LogisticRegression's for HET, and 5 times for HET-XL.
 
-    python benchmarks/probe.py --stream --rows 1000000 --dim 1024 --classes 1000 --heads det
+    python -m benchmarks.probe --stream --rows 1000000 --dim 1024 --classes 1000 --heads det
 
 instead fits one epoch to features that stay on disk, of a quarter of the rows and then of all, and
 prints the CPU seconds and the peak memory of the process, without mapped files, which must not grow

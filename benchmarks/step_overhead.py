@@ -1,7 +1,7 @@
 """A whole training step of a ViT with each head over the same step with DET, in time and memory.
 
-    python benchmarks/step_overhead.py --variant Ti/32 --classes 2000 --batches 16 [--json OUT]
-    python benchmarks/step_overhead.py --heads het,het_h,het_xl --batches 4,8,16 --png grid.png
+    python -m benchmarks.step_overhead --variant Ti/32 --classes 2000 --batches 16 [--json OUT]
+    python -m benchmarks.step_overhead --heads het,het_h,het_xl --batches 4,8,16 --png grid.png
 
 Forward, backward and AdamW, compiled; seconds are the median of the steps timed in turns with
 DET's. Without flags it is ViT-L/32 with K = 21,843 and bfloat16 activations, for an accelerator;

@@ -2,7 +2,7 @@
 parameters.
 
     pip install torch timm transformers    # not needed by the project
-    python benchmarks/towers.py [--json OUT] [--width 384 --depth 12 --batch 32]
+    python -m benchmarks.towers [--json OUT] [--width 384 --depth 12 --batch 32]
 
 All compute the pre-logits of a ViT with patches of 16 pixels in float32 from prepared images of 224
 pixels; they take turns, and the median of --turns counts. The default is ViT-S/16.
