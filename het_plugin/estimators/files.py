@@ -17,7 +17,7 @@ from het_plugin.estimators.calibration import Calibration
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
 from het_plugin.estimators.model import Model, on_features
-from het_plugin.weights.files import CHECKSUM, check_sum, checksum, save_safetensors
+from het_plugin.weights.files import CHECKSUM, as_stored, check_sum, checksum, save_safetensors
 
 _METADATA = 'het_plugin.estimator'
 _MAX_NAME_BYTES = 2**30
@@ -83,8 +83,7 @@ def save(estimator: HeadClassifier, path: str) -> None:
   }
   # Settings may be numbers of NumPy; of a RandomState nothing is left that is worth keeping.
   text = json.dumps(description, default=lambda x: getattr(x, 'tolist', lambda: None)())
-  # A copy in C order, because safetensors writes the memory of an array as it is.
-  arrays = {name: np.array(x, order='C') for name, x in arrays.items()}
+  arrays = {name: as_stored(x) for name, x in arrays.items()}
   metadata = {_METADATA: text, CHECKSUM: checksum(text, arrays)}
   with weights.replacing(path) as unfinished:
     save_safetensors(unfinished, arrays, metadata)
@@ -259,12 +258,19 @@ def head_params(estimator: HeadClassifier) -> dict[str, np.ndarray]:
   flat = {name: np.asarray(x) for name, x in flat.items()}
   if estimator._head == 'het_h':
     flat = _all_buckets(estimator, flat)
-  for name, kernel in list(flat.items()):
-    if on_features(estimator.model_, tuple(name.split('/'))):
-      bias = name.removesuffix('kernel') + 'bias'
-      shift = np.tensordot(estimator.mean_, kernel, 1)
-      flat[bias] = (flat[bias] - shift).astype(np.float32)
+  flat = moved(estimator.model_, flat, estimator.mean_)
   return {name if name.startswith('head/') else f'backbone/{name}': x for name, x in flat.items()}
+
+
+def moved(model: Model, flat: dict[str, np.ndarray], shift: np.ndarray) -> dict[str, np.ndarray]:
+  """Parameters by name that say of x what the given ones say of x - shift [D]."""
+  flat = dict(flat)
+  for name, kernel in list(flat.items()):
+    if on_features(model, tuple(name.split('/'))):
+      bias = name.removesuffix('kernel') + 'bias'
+      of_shift = np.tensordot(shift, kernel.astype(np.float64), 1)
+      flat[bias] = (flat[bias] - of_shift).astype(np.float32)
+  return flat
 
 
 def _all_buckets(estimator, flat):

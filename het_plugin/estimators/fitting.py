@@ -118,7 +118,7 @@ class _Data:
 
   Attributes:
     x, targets, weight: as in `fit`.
-    mean: [D].
+    mean: [D], the centre of `inputs.spread`.
   """
 
   x: np.ndarray
@@ -135,7 +135,8 @@ class _Data:
     if x.size <= MERGED_ENTRIES:
       x, values, weight = inputs.merged(x, values, weight)
     targets = dataclasses.replace(targets, values=values)
-    return cls(x, targets, weight, np.average(x, axis=0, weights=weight))
+    where = inputs.spread(x, np.average(x, axis=0, weights=weight))
+    return cls(inputs.moved_in(x, where, len(x)), targets, weight, where.centre)
 
   def fit_of(self, start: Any, model: Model, settings: FitSettings) -> lbfgs.FitResult | None:
     """`_fit_of`, if it is a fit to these labels and weights, too."""

@@ -1,8 +1,9 @@
 """Features as estimators take them: arrays, files, and data beyond the memory."""
 
 import os
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,12 @@ SOLVERS = ('auto', 'lbfgs', 'adam')
 # Features of more bytes than this in float32 stay on disk under solver='auto'.
 MEMORY_BYTES = 2**31
 _PART_ROWS = 8192
+_SPREAD_ROWS = 1000
+_MOST = 0.9
+FAR = 1000.0  # a mean this many distances away costs ten of the 24 bits of float32
+_LIMIT = 64
+_LEAST_LIMIT = 2.0**18
+_LARGEST = 1e12
 
 
 def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
@@ -81,6 +88,80 @@ def check_finite(x: np.ndarray) -> None:
       raise ValueError(f'Input X contains NaN or infinity, first in row {np.argmin(is_finite)}')
   if x.dtype == np.float64 and max(x.max(), -x.min()) > np.finfo(np.float32).max:
     raise ValueError('Input X contains a value too large for float32')
+
+
+class Spread(NamedTuple):
+  """Where most rows lie: `centre` and their mean `distance` from it (0 if unknown), float64 [D]."""
+
+  centre: np.ndarray
+  distance: np.ndarray
+
+
+def spread(x: np.ndarray, mean: np.ndarray) -> Spread:
+  """Where most rows of x [N, D] lie, from about `_SPREAD_ROWS` of them and the mean [D] of all.
+
+  The centre is what a fit subtracts from the features. It is the mean, but where a few rows are so
+  large that the mean is far from all others: float32 would keep no digit of these, so there it is
+  the median. The objective does not depend on it, because biases are not regularised.
+  """
+  some = x[:: max(1, len(x) // _SPREAD_ROWS)].astype(np.float64)
+  median = np.median(some, axis=0)
+  distance = np.sort(np.abs(some - median), axis=0)
+  most = distance[: max(1, int(_MOST * len(some)))].mean(axis=0)
+  centre = np.where(np.abs(mean - median) > FAR * most, median, mean)
+  return Spread(centre, np.where(most > 0, most, distance.mean(axis=0)))
+
+
+def moved_in(x: np.ndarray, where: Spread, num_rows: int) -> np.ndarray:
+  """x [n, D] with rows that are too far for float32 moved towards the centre; x itself without any.
+
+  A row S times as far as the others of `num_rows` fixes W v for its direction v to about
+  num_rows / S. With S = `_LIMIT` num_rows that is nearly 0, so rows that are farther have nearly
+  the same optimum. But products of float32 with them are off by S / 2^24 nats. Warns of such rows.
+
+  Rows that share a far entry have one that stands for a missing value, which predictions see, too:
+  they stay. W fits one such feature, but float32 cannot fit several at once.
+
+  Raises:
+    ValueError: rows share an entry whose square float32 cannot hold.
+  """
+  limit = max(_LIMIT * num_rows, _LEAST_LIMIT)
+  scale = np.where(where.distance > 0, 1 / np.where(where.distance > 0, where.distance, 1), 0.0)
+  parts = (slice(i, i + _PART_ROWS) for i in range(0, len(x), _PART_ROWS))
+  size = np.concatenate([(np.abs(x[i] - where.centre) * scale).max(axis=1) for i in parts])
+  far = np.flatnonzero(size > limit)
+  if not len(far):
+    return x
+  rows = x[far].astype(np.float64)
+  times = np.abs(rows - where.centre) * scale  # [f, D]
+  column = times.argmax(axis=1)
+  largest = np.stack([column, rows[np.arange(len(far)), column]], axis=1)
+  _, of_row, count = np.unique(largest, axis=0, return_inverse=True, return_counts=True)
+  is_shared = count[of_row.ravel()] > 1
+  is_wrong = is_shared & ((times > limit).sum(axis=1) > 1) | is_shared & (size[far] > _LARGEST)
+  if is_wrong.any():
+    i = int(np.argmax(is_wrong))
+    message = (
+      f'X has {largest[i, 1]:g} in {count[of_row.ravel()[i]]} rows of feature {column[i]}, '
+      f'{size[far[i]]:.0e} times as far from most rows as they are from each other, which float32 '
+      'cannot fit: if it stands for missing values, take a number near the others'
+    )
+    if size[far[i]] > _LARGEST:
+      raise ValueError(message)
+    warnings.warn(message, stacklevel=2)
+  if is_shared.all():
+    return x
+  alone = far[~is_shared]
+  warnings.warn(
+    f'{len(alone)} of the {len(x)} rows of X are much larger than the others, up to '
+    f'{size[alone].max():.0e} times: float32 cannot hold both, and they are fitted as if they were '
+    f'{limit:.0e} times as large',
+    stacklevel=2,
+  )
+  x = np.array(x)
+  factor = np.where(times > FAR, limit / size[far, None], 1.0)
+  x[alone] = (where.centre + factor * (rows - where.centre))[~is_shared]
+  return x
 
 
 def labels_of_rows(x: Any, y: Any) -> np.ndarray:

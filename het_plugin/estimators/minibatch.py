@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from sklearn.exceptions import ConvergenceWarning
 
-from het_plugin.estimators import compilation, lbfgs, objective, placement, starts
+from het_plugin.estimators import compilation, inputs, lbfgs, objective, placement, starts
 from het_plugin.estimators.model import Model
 from het_plugin.estimators.whitening import Whitening, unwhiten, whiten
 
@@ -71,12 +71,17 @@ class Data:
       placement.forget_pages(x)
     mean = first / total
     deviation = np.sqrt(np.maximum(second / total - mean**2, 0.0))
-    self.mean = shift + mean
+    mean = shift + mean
+    where = inputs.spread(x, mean)
+    self.mean = where.centre
     self.total = total
-    scale = 1.0 / np.where(deviation > 1e-6 * np.abs(shift + mean), deviation, 1.0)
+    deviation = np.where(where.centre == mean, deviation, where.distance)
+    scale = 1.0 / np.where(deviation > 1e-6 * np.abs(self.mean), deviation, 1.0)
     some = self.index[:: max(1, len(self.index) // (MOMENT_ROWS * len(mean)))]
     rows = scale * (np.asarray(x[some]) - self.mean)
     placement.forget_pages(x)
+    is_near = np.abs(rows).max(axis=1) < inputs.FAR
+    rows = rows[is_near] if is_near.any() else rows  # steps along a far row would be too short
     values, vectors = np.linalg.eigh(rows.T @ rows / len(rows))
     self.whitening = np.eye(len(mean) + 1)
     self.whitening[:-1, :-1] = scale[:, None] * vectors / np.sqrt(np.maximum(values, MIN_VARIANCE))

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from het_plugin import heads
 from het_plugin.estimators.classifier import HeadClassifier
-from het_plugin.estimators.files import class_names
+from het_plugin.estimators.files import class_names, moved
 from het_plugin.weights import programs
 
 
@@ -51,7 +52,10 @@ def export(
   names = class_names(estimator)
   model = estimator.model_
   calibration = estimator.calibration_
+  # What float32 leaves of the mean goes into the biases; x - mean is then exact near the mean.
   mean = np.asarray(estimator.mean_, np.float32)
+  flat = traverse_util.flatten_dict(jax.tree.map(np.asarray, estimator.params_), sep='/')
+  flat = moved(model, flat, estimator.mean_ - mean.astype(np.float64))
   scaling = None
   if calibration is not None:
     scaling = jnp.float32(calibration.scale), jnp.float32(calibration.shift)
@@ -67,6 +71,6 @@ def export(
     'tau': estimator.temperature_,
     'class_names': names,
   }
-  params = jax.tree.map(np.asarray, estimator.params_)
+  params = traverse_util.unflatten_dict(flat, sep='/')
   program = programs.Program(function, params, 'features', mean.shape, about)
   return programs.write(program, folder, kind)

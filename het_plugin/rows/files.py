@@ -37,7 +37,7 @@ from het_plugin import weights
 from het_plugin.measures import votes
 from het_plugin.rows import labels as labels_lib
 from het_plugin.rows.rows import Rows
-from het_plugin.weights.files import SAFETENSORS_DTYPES, save_safetensors
+from het_plugin.weights.files import SAFETENSORS_DTYPES, as_stored, save_safetensors
 
 FEATURE_NAMES = ('features', 'representations', 'embeddings', 'pre_logits', 'x', 'X')
 LABEL_NAMES = ('label', 'labels', 'y', 'target', 'targets')
@@ -136,7 +136,7 @@ def write(path: epath.PathLike, rows: Rows) -> None:
   index = rows.index.astype(np.int64)
   beside = {'label_weight': rows.label_weight, 'annotator': rows.annotator}
   named = {**rows.columns, 'label': label, 'index': index, **beside}
-  arrays = {name: np.ascontiguousarray(x) for name, x in named.items() if x is not None}
+  arrays = {name: as_stored(x) for name, x in named.items() if x is not None}
   names = None if rows.class_names is None else tuple(map(str, rows.class_names))
   about = {'class_names': names, 'provenance': dict(rows.provenance)}
   if 'log_prob' in arrays:

@@ -74,7 +74,7 @@ def write_arrays(
   them that other programs would not take for an array; it has the checksums of a zip archive.
   """
   _check(path)
-  arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+  arrays = {name: as_stored(x) for name, x in arrays.items()}
   if str(path).endswith('.npz'):
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
@@ -108,6 +108,11 @@ def _metadata(content: bytes) -> dict[str, str]:
   """The metadata of a .safetensors file: 8 bytes say how long the header is that follows them."""
   length = int.from_bytes(content[:8], 'little')
   return json.loads(content[8 : 8 + length]).get('__metadata__', {})
+
+
+def as_stored(x: np.ndarray) -> np.ndarray:
+  """x in C order with the least byte first, as safetensors writes memory, whatever its values."""
+  return np.asarray(x, x.dtype.newbyteorder('<'), order='C')
 
 
 def save_safetensors(

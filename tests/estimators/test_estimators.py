@@ -48,6 +48,41 @@ def optimum(x, y, c):
     return LogisticRegression(C=c, tol=1e-10, max_iter=30, solver='newton-cholesky').fit(x, y)
 
 
+@pytest.mark.filterwarnings('ignore:The inner solver')  # of the reference
+@pytest.mark.parametrize('scale', [1e8, 1e20])
+def test_a_row_that_is_far_ends_at_the_optimum(scale):
+  """The row fixes W v for its direction v, as it does nearly where it is 10^4 times as far."""
+  x, y = problem(N)
+  x[0] *= 1e4
+  reference = optimum(x, y, 1.0)
+  nll = -np.log(reference.predict_proba(x.astype(np.float64))[np.arange(N), y]).sum()
+  expected = (nll + np.square(reference.coef_).sum() / 2) / N
+  x[0] *= np.float32(scale / 1e4)
+  with pytest.warns(UserWarning, match='1 of the 100 rows of X are much larger than the others'):
+    det = DetClassifier().fit(x, y)
+  assert det.objective_ == pytest.approx(expected, abs=1e-3)
+  assert det.score(x, y) == pytest.approx(reference.score(x, y), abs=0.02)
+
+
+def test_a_number_for_missing_values_is_no_row_that_is_far():
+  x, y = problem(N)
+  nll = []
+  for value in (-999.0, -1e9):
+    x[::10, 2] = value
+    with warnings.catch_warnings():
+      warnings.simplefilter('error')
+      nll.append(DetClassifier().fit(x, y).nll(x, y).mean())
+  assert nll[1] == pytest.approx(nll[0], abs=1e-3)
+  x[::10, 3] = value  # the sum of two such features would need all digits of each
+  with pytest.warns(UserWarning, match=r'X has -1e\+09 in 10 rows of feature 2'):
+    DetClassifier(tol=0.1).fit(x, y)
+  x[::10, 2] = -1e20
+  with pytest.raises(
+    ValueError, match=r'X has -1e\+20 in 10 rows .* take a number near the others'
+  ):
+    DetClassifier().fit(x, y)
+
+
 @pytest.mark.parametrize(
   'y',
   [

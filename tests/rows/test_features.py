@@ -1,5 +1,7 @@
 """Files of representations: ours both ways, other people's, and wrong ones."""
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -19,11 +21,14 @@ def make(n=6, d=4, **kwargs):
   )
 
 
+@pytest.mark.parametrize('order', ['<', '>'])
 @pytest.mark.parametrize('suffix', ['npz', 'safetensors'])
-def test_ours_come_back(tmp_path, suffix):
+def test_ours_come_back(tmp_path, suffix, order):
   names = ('a', 'ß', '漢')
   provenance = {'checkpoint': 'runs/x', 'layer': 'pre_logits', 'step': 3}
   written = make(class_names=names, provenance=provenance)
+  features = written.features.astype(f'{order}f4')  # the order of the bytes of a number
+  written = dataclasses.replace(written, columns={'features': features})
   path = str(tmp_path / f'deep/er.{suffix}')
   rows.write(path, written)
   read = rows.read(path)
