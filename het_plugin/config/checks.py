@@ -1,18 +1,22 @@
 """Checks gin bindings against the annotations of the configurables, before anything runs.
 
-Ranges are as in `system.ranges`. Results of references (@name()) are not checked.
+Ranges are as in `system.ranges`. Of the result of a reference (@name()) only the class is checked,
+where a number or a text belongs.
 """
 
 import dataclasses
 import difflib
 import inspect
+import types
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 import gin
 from het_plugin.config import statements
 from het_plugin.system import ranges
 
+_PLAIN = (bool, int, float, str, type(None))
 _SIMILAR = 0.9  # least similarity of an unused macro to a used one that was probably meant
 
 
@@ -35,7 +39,7 @@ def check(text: str) -> None:
     path, _, parameter = key.rpartition('.')
     hint = parameters(path.rpartition('/')[2]).get(parameter)
     expanded = statements.expand(value, macros)
-    if hint is not None and (expected := ranges.mismatch(expanded, hint, _is_open)):
+    if hint is not None and (expected := _mismatch(expanded, hint)):
       shown = f'{key} = {expanded!r}'
       if isinstance(value, statements.Macro):
         shown = f'{value.name} = {expanded!r} ({key})'
@@ -54,6 +58,37 @@ def parameters(name: str) -> dict[str, Any]:
   hints = _hints(inspect.unwrap(configurable))
   made = hints.pop('return', None)  # `vit` has the fields of the ViT that it returns
   return (_hints(made) if dataclasses.is_dataclass(made) else {}) | hints
+
+
+def _mismatch(value: Any, hint: Any) -> str | None:
+  """`ranges.mismatch` of a binding; an object never fits where only plain values do."""
+  is_plain = all(x in _PLAIN for x in _parts(hint))
+  if isinstance(value, statements.Reference) and value.called and is_plain:
+    return ranges.mismatch(object(), hint) if _makes_object(value.name) else None
+  return ranges.mismatch(value, hint, _is_open)
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+  """The types that a union consists of, without ranges."""
+  if typing.get_origin(hint) is typing.Annotated:
+    hint = typing.get_args(hint)[0]
+  if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    for part in typing.get_args(hint):
+      yield from _parts(part)
+  else:
+    yield hint
+
+
+def _makes_object(name: str) -> bool:
+  """Whether a configurable is a class of ours, or a function that is said to return one."""
+  try:
+    configurable = gin.get_configurable(name.rpartition('/')[2])
+  except ValueError:
+    return False
+  made = configurable
+  if not inspect.isclass(made):
+    made = inspect.signature(inspect.unwrap(configurable)).return_annotation
+  return inspect.isclass(made) and made not in (*_PLAIN, inspect.Signature.empty)
 
 
 def _hints(annotated: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from het_plugin.config import distributed, foreign, parsing, screen
 from het_plugin.training import exit_codes
 
 _FLAG_PREFIX = '--gin.'
-_OUT_OF_MEMORY = 'RESOURCE_EXHAUSTED'
+_OUT_OF_MEMORY = re.compile('RESOURCE_EXHAUSTED')
 # What is rather bound by a file of ours than by hand.
 _OF_FILES = {'HEAD': 'gin/heads/het_xl.gin', 'BACKBONE': 'gin/models/vit_s_16.gin'}
 # What gin adds to Python's error where a call lacks an argument that no binding gives.
@@ -24,6 +24,7 @@ _UNBOUND = re.compile(
   r"No values supplied by Gin or caller for arguments: \['(\w+)'.*?In call to configurable '(\w+)'",
   re.DOTALL,
 )
+_SCHEME = re.compile(r"'(\w+://)'")
 _HELP = {'--help', '-h', '-help', '--helpshort', '--helpfull'}
 _WRITTEN = ('csv', 'html', 'json', 'png')  # flags that name a file, which is written at the end
 # Modules whose flags --help shows.
@@ -125,22 +126,32 @@ def one_sentence_errors(argv: Sequence[str] = ()):
     yield
   except BrokenPipeError:  # of `| head`: nobody reads on
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-  except (*exit_codes.SETTING_ERRORS, TypeError) as error:
-    if logging.level_debug() or exit_codes.is_lost_connection(error):
-      raise
-    if isinstance(error, TypeError) and not _UNBOUND.search(str(error)):
+  except Exception as error:
+    sentence = None if logging.level_debug() else _sentence(error)
+    if sentence is None:
       raise
     logging.flush()
-    print(f'Error: {one_sentence(error)} (--verbosity=1 shows where)', file=sys.stderr)
+    print(f'Error: {sentence} (--verbosity=1 shows where)', file=sys.stderr)
     sys.exit(exit_codes.WRONG_SETTING)
-  except jax.errors.JaxRuntimeError as error:
-    if logging.level_debug() or not str(error).startswith(_OUT_OF_MEMORY):
-      raise
-    logging.flush()
-    reason = str(error).removeprefix(_OUT_OF_MEMORY).partition('\n')[0]
+
+
+def _sentence(error: Exception) -> str | None:
+  """What is wrong with a setting, or that it asks for too much memory; None for other errors."""
+  if exit_codes.is_lost_connection(error):
+    return None
+  if isinstance(error, exit_codes.SETTING_ERRORS) or _UNBOUND.search(str(error)):
+    return one_sentence(error)
+  if isinstance(error, KeyError) and (scheme := _SCHEME.match(str(error))):  # of epath
+    return f'no path can begin with {scheme[1]}: give a local one, or one of gs://'
+  errors = getattr(sys.modules.get('tensorflow'), 'errors', None)  # which reads and writes gs://
+  if errors and isinstance(error, errors.OpError) and '://' in error.message:
+    return f'{one_sentence(error)}; give a local path, or one that can be reached'
+  out_of_memory = isinstance(error, jax.errors.JaxRuntimeError) and _OUT_OF_MEMORY.match(str(error))
+  if out_of_memory or isinstance(error, MemoryError):
+    reason = _OUT_OF_MEMORY.sub('', str(error)).partition('\n')[0].strip(': .') or 'of the host'
     advice = 'take a smaller batch, fewer factors (num_factors) or a smaller model, or more devices'
-    print(f'Error: not enough memory: {reason.strip(": .")}; {advice}', file=sys.stderr)
-    sys.exit(exit_codes.WRONG_SETTING)
+    return f'not enough memory: {reason}; {advice}'
+  return None
 
 
 def help_text(main: Callable[[Sequence[str]], None]) -> str:

@@ -2,6 +2,7 @@
 
 import difflib
 import logging as stdlib_logging
+import math
 import os
 import re
 import tokenize
@@ -63,7 +64,8 @@ def parse_config(
   for file in gin_files:
     if not any(os.path.isfile(os.path.join(path, resolve(file))) for path in ('', *search_paths)):
       searched = '' if os.path.isabs(file) else f' in {", ".join(search_paths)}'
-      raise ValueError(f'gin_file={file!r} does not exist{searched}{_instead_of(file)}')
+      wrong = 'is a folder' if os.path.isdir(file) else f'does not exist{searched}'
+      raise ValueError(f'gin_file={file!r} {wrong}{_instead_of(file)}')
   try:
     for file in [_BUILTIN, *gin_files]:
       what = f'gin_file={file!r}, or a file that it includes,'
@@ -91,8 +93,19 @@ def parse_config(
     if explained := _explained(what):
       raise ValueError(f'{explained}\n{where}') from error
     raise
+  _check_finite()
   checks.check(gin.config_str())
   gin.finalize()
+
+
+def _check_finite() -> None:
+  """Raises ValueError for a number such as 1e400, which is inf: no text of gin can have it."""
+  for (scope, selector), arguments in gin.config._CONFIG.items():
+    for parameter, value in arguments.items():
+      if not all(map(math.isfinite, statements.inside(value, float))):
+        gin.clear_config()
+        name = '/'.join(filter(None, (scope, f'{selector}.{parameter}')))
+        raise ValueError(f'{name.removesuffix("/gin.macro.value")} = {value} must be finite')
 
 
 def as_typed(message: str) -> str:
@@ -116,6 +129,8 @@ def _instead_of(file: str) -> str:
   if _is_ours(ours):
     return f'; {ours} comes with the package'
   folder = Path(file).parent if os.path.isabs(file) else Path(resolve(ours)).parent
+  if os.path.isdir(file):
+    folder = Path(file)
   names = sorted(path.name for path in folder.glob('*.gin'))
   return f': choose from {", ".join(names)}' if names else ''
 

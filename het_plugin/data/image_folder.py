@@ -187,7 +187,7 @@ def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[di
       vote |= {c: float(record[c]) for c in ('label_weight', 'weight') if c in record}
     except (TypeError, ValueError) as error:
       raise ValueError(f'{where}: a weight is not a number.') from error
-    votes = found.setdefault(str(record['file']), [])
+    votes = found.setdefault(os.path.normpath(str(record['file'])), [])  # ./a.png is a.png
     if votes and vote.get('weight') != votes[0].get('weight'):
       raise ValueError(
         f'{where}: weight is {record["weight"]}; {record["file"]} had {votes[0]["weight"]:g} '

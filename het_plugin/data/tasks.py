@@ -250,7 +250,7 @@ def names() -> tuple[str, ...]:
 
 def own_vocabulary(name: Any) -> 'str | seqio.Vocabulary | None':
   """`ImageTask.vocabulary` of the task with a name, whose data need not be here."""
-  task = name if isinstance(name, ImageTask) else _TASKS.get(name)
+  task = _given(name)
   return _MAKERS[_prefix(name)[0]][-1] if task is None else task.vocabulary
 
 
@@ -263,7 +263,7 @@ def get_task(name: Any, vocabulary: 'str | seqio.Vocabulary | None' = None) -> I
     ValueError: the task, path, data set or vocabulary does not exist, or a vocabulary is given for
       a task of labels.
   """
-  task = name if isinstance(name, ImageTask) else _TASKS.get(name) or _made(*_prefix(name))
+  task = _given(name) or _made(*_prefix(name))
   if vocabulary is None:
     return task
   if task.vocabulary is None:
@@ -273,6 +273,17 @@ def get_task(name: Any, vocabulary: 'str | seqio.Vocabulary | None' = None) -> I
   from het_plugin.data import vocabularies
 
   return dataclasses.replace(task, vocabulary=vocabularies.get_vocabulary(vocabulary))
+
+
+def _given(name: Any) -> ImageTask | None:
+  """The task that was added under a name, or `name` if it is a task; None for other names."""
+  if isinstance(name, ImageTask):
+    return name
+  if not isinstance(name, str):
+    raise ValueError(
+      f"mixture_or_task_name is {name!r}; it must be the name of one task: 'digits'."
+    )
+  return _TASKS.get(name)
 
 
 def tfds_namespace(name: str) -> str | None:

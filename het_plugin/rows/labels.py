@@ -35,15 +35,21 @@ def are_marks(labels: np.ndarray, num_classes: int) -> bool:
 
 
 def check_range(where: str, labels: np.ndarray, num_classes: int | None) -> None:
-  """Raises ValueError if a label of [N, L] is not below K, or negative; -1 is none where L > 1."""
+  """Raises ValueError if a label of [N, L] is not below K, or negative; -1 is none where L > 1.
+
+  K is None where the labels do not say it, and less than 1 if all of them are negative.
+  """
   lowest = 0 if labels.shape[1] == 1 else -1
   highest = np.inf if num_classes is None else num_classes - 1
-  wrong = (labels < lowest) | (labels > highest)
+  wrong = (labels < lowest) | (labels > max(highest, lowest))
+  if not wrong.any() and highest < 0:
+    raise ValueError(f'{where}no example has a label.')
   if wrong.any():
+    last = 'K - 1' if num_classes is None or highest < 0 else highest
     i = int(np.flatnonzero(wrong.any(axis=1))[0])
     raise ValueError(
       f'{where}label {int(labels[i][wrong[i]][0])} of example {i} is out of range; labels are 0 .. '
-      f'{"K - 1" if num_classes is None else highest}{", or -1 for none" if lowest else ""}.'
+      f'{last}{", or -1 for none" if lowest else ""}.'
     )
 
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar
 REGEX = 'regular expression'
 NOT_EMPTY = 'a list that is not empty'
 
-Count = Annotated[int, '[1, inf)']
+Count = Annotated[int, '[1, 2147483648)']  # arrays of JAX hold numbers of steps as int32
 NotNegative = Annotated[float, '[0, inf)']
 Pattern = Annotated[str, REGEX]
 Positive = Annotated[float, '(0, inf)']
@@ -159,6 +159,6 @@ def _out_of_range(value: Any, allowed: str) -> str | None:
   below = value < float(high) or (right == ']' and value == float(high))
   if above and below and not math.isnan(value):
     return None
-  if high == 'inf' and not above:
+  if float(high) >= 2**31 and not above:
     return f'at least {low}' if left == '[' else f'above {low}'
   return f'in {allowed}'

@@ -37,6 +37,19 @@ def registered():
     ('HEAD = @HetXL', 'HEAD = @HetXL (ClassificationModel.head) must be a Module: @...()'),
     ('TRAIN_STEP = 5', 'TRAIN_STEP = 5 is used by nothing: did you mean TRAIN_STEPS?'),
     ('A = (1, %A)', 'the macro A refers to itself'),
+    (f'TRAIN_STEPS = {2**31}', f'TRAIN_STEPS = {2**31} (total_steps.steps) must be in [1, 2147483'),
+    (
+      'BATCH_SIZE = 1e11',
+      'BATCH_SIZE = 100000000000.0 (train/DatasetConfig.batch_size) must be a wh',
+    ),
+    (f'BATCH_SIZE = {10**11}', '(train/DatasetConfig.batch_size) must be in [1, 2147483648)'),
+    (
+      'BATCH_SIZE = @adamw()',
+      'BATCH_SIZE = @adamw() (train/DatasetConfig.batch_size) must be a who',
+    ),
+    ('vit.variant = @HetXL()', "vit.variant = @HetXL() must be text: '...'"),
+    ('LEARNING_RATE = 1e400', 'LEARNING_RATE = inf must be finite'),
+    ('eval/adamw.learning_rate_factors = (("a", 1e400),)', 'adamw.learning_rate_factors = (('),
   ],
 )
 def test_a_wrong_binding(binding, message):

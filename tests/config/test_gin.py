@@ -237,6 +237,15 @@ def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkey
       'does not exist in .: choose from contrastive_det.gin, contrastive_h',
     ),
     (['gin/heads/het.gin'], [], 'het_plugin/gin/heads/het.gin comes with the package'),
+    (
+      [str(parsing.gin_root() / 'heads')],
+      [],
+      'is a folder: choose from contrastive_det.gin, contr',
+    ),
+    (RUN, ['MIXTURE_OR_TASK_NAME = None'], 'mixture_or_task_name is None; it must be the name of'),
+    (RUN, ["MIXTURE_OR_TASK_NAME = ['digits']"], "mixture_or_task_name is ['digits']; it must be"),
+    (RUN, ["MODEL_DIR = 'http://x/y'"], 'no path can begin with http://: give a local one, or one'),
+    (RUN, ["MODEL_DIR = 's3://x/y'"], "File system scheme 's3' not implemented"),
   ],
 )
 def test_config_errors_are_one_sentence_before_anything_is_written(
@@ -327,10 +336,13 @@ def test_without_t5x_its_engine_says_what_is_missing():
   assert 'docs/t5x.md' in result.stderr.splitlines()[-1]
 
 
-def test_too_little_memory_is_one_sentence(capsys):
+@pytest.mark.parametrize(
+  'ones,reason', [(jax.numpy.ones, 'allocating 4'), (np.ones, 'Unable to allocate 728. TiB')]
+)
+def test_too_little_memory_is_one_sentence(capsys, ones, reason):
   with pytest.raises(SystemExit) as stop, command_line.one_sentence_errors():
-    jax.numpy.ones((10**7, 10**7)).block_until_ready()
+    jax.block_until_ready(ones((10**7, 10**7)))
   assert stop.value.code == exit_codes.WRONG_SETTING
   message = capsys.readouterr().err.strip()
-  assert message.startswith('Error: ') and 'allocating 4' in message and 'num_factors' in message
+  assert message.startswith('Error: ') and reason in message and 'num_factors' in message
   assert '\n' not in message

@@ -199,6 +199,14 @@ BAD_FILES = {
     'image': images(2),
     'label': np.array([0, -1]),
   },
+  r'label -5 of example 0 .* 0 .. K - 1\.': {
+    'image': images(2),
+    'label': np.array([-5, -4]),
+  },
+  'no example has a label': {
+    'image': images(2),
+    'label': np.full((2, 2), -1),
+  },
   r'label is \(2, 3\) of 0 and 1': {
     'image': images(2),
     'label': np.eye(3, dtype=int)[:2],

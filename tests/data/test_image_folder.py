@@ -105,7 +105,7 @@ def test_labels_in_a_table(tmp_path, image_files):
   table = tmp_path / 'labels.csv'
   table.write_text(
     'file,label,weight\ntrain/cat/000.png,cat,2\ntrain/cat/000.png,ant,2\n'
-    'train/cat/000.png,cat,2\ntrain/ant/001.png,cat,0.5\n'
+    './train/cat/000.png,cat,2\ntrain//ant/001.png,cat,0.5\n'
   )
   source = ImageFolderSource(str(tmp_path))
   assert source.info.label_fields == ('label_weight', 'weight') and source.info.max_labels == 3
