@@ -6,7 +6,7 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -77,7 +77,7 @@ def write_arrays(
   arrays = {name: as_stored(x) for name, x in arrays.items()}
   if str(path).endswith('.npz'):
     buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
+    np.savez(buffer, **arrays)  # ty: ignore[invalid-argument-type]
     content = buffer.getvalue()
   else:
     text = json.dumps(about)
@@ -124,13 +124,13 @@ def save_safetensors(
   """
   path = epath.Path(path)
   path.touch()
-  mode = path.stat().mode
+  mode = os.stat(path).st_mode
   safetensors.numpy.save_file(dict(arrays), path, metadata=dict(metadata))
   os.chmod(path, mode)
 
 
 @contextlib.contextmanager
-def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
+def replacing(path: epath.PathLike) -> Generator[epath.Path]:
   """Yields a temporary path to write to, and renames the file when it is complete.
 
   After an error, such as a full disk, the old file is still there. An OSError names the file. A
@@ -153,12 +153,12 @@ def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
     unfinished.unlink(missing_ok=True)
 
 
-def _check(path):
+def _check(path: epath.PathLike) -> None:
   if not is_weights_file(path):
     raise ValueError(f'weights file {path} must end in {" or ".join(SUFFIXES)}')
 
 
-def _from_npz(content):
+def _from_npz(content: bytes) -> dict[str, np.ndarray]:
   if not zipfile.is_zipfile(io.BytesIO(content)):
     raise ValueError('it is not a zip archive, as .npz files are')
   with np.load(io.BytesIO(content), allow_pickle=False) as archive:
@@ -172,13 +172,13 @@ def _from_npz(content):
     return {name: archive[name] for name in archive.files}
 
 
-def _from_safetensors(tensor):
+def _from_safetensors(tensor: Mapping[str, Any]) -> np.ndarray:
   if tensor['dtype'] not in SAFETENSORS_DTYPES:
     raise ValueError(f'its type {tensor["dtype"]} must be one of {", ".join(SAFETENSORS_DTYPES)}')
   return np.frombuffer(tensor['data'], SAFETENSORS_DTYPES[tensor['dtype']]).reshape(tensor['shape'])
 
 
-def _typed(x, as_float32):
+def _typed(x: np.ndarray, as_float32: bool) -> np.ndarray:
   # numpy has no bfloat16: big_vision's files store it as two bytes without a type.
   if x.dtype == np.dtype('V2'):
     x = x.view(ml_dtypes.bfloat16)

@@ -15,7 +15,7 @@ is HET-XL, otherwise HET.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ _PREFIX = re.compile(r'^(?:opt/)?(?:target/|params/)*')
 _OPTIMIZER = re.compile(r'^opt/(?!target/|params/)')
 _HEAD_PREFIXES = ('head', 'multiclass_head', 'multilabel_head')
 _VIT_BLOCK = 'Transformer/encoderblock'
+Shape = Callable[[tuple[int, ...], int], tuple[int, ...]]  # (our shape, H) -> shape in the file
 
 
 class Entry(NamedTuple):
@@ -36,39 +37,41 @@ class Entry(NamedTuple):
   """
 
   name: str
-  shape: Callable[[tuple[int, ...], int], tuple[int, ...]]  # (our shape, H) -> shape in the file
+  shape: Shape
 
 
-def _same(shape, num_heads):
+def _same(shape: tuple[int, ...], num_heads: int) -> tuple[int, ...]:
   return shape
 
 
-def _split_last(shape, num_heads):
+def _split_last(shape: tuple[int, ...], num_heads: int) -> tuple[int, ...]:
   return (*shape[:-1], num_heads, shape[-1] // num_heads)
 
 
-def _split_first(shape, num_heads):
+def _split_first(shape: tuple[int, ...], num_heads: int) -> tuple[int, ...]:
   return (num_heads, shape[0] // num_heads, *shape[1:])
 
 
-def _lead(count):
+def _lead(count: int) -> Shape:
   return lambda shape, num_heads: (*(1,) * count, *shape)
 
 
-def _layer(ours, theirs, parts=('kernel', 'bias'), shape=_same):
+def _layer(
+  ours: str, theirs: str, parts: Sequence[str] = ('kernel', 'bias'), shape: Shape = _same
+) -> dict[str, tuple[str, Shape]]:
   """{parameter of ours: (name in a file, shape)} of a layer."""
   return {f'{ours}/{part}': (f'{theirs}/{part}', shape) for part in parts}
 
 
-def _norm(ours, theirs):
+def _norm(ours: str, theirs: str) -> dict[str, tuple[str, Shape]]:
   return _layer(ours, theirs, ('scale', 'bias'))
 
 
-def _mlp(ours, theirs):
+def _mlp(ours: str, theirs: str) -> dict[str, tuple[str, Shape]]:
   return _layer(f'{ours}/wi', f'{theirs}/Dense_0') | _layer(f'{ours}/wo', f'{theirs}/Dense_1')
 
 
-def _attention(ours, theirs):
+def _attention(ours: str, theirs: str) -> dict[str, tuple[str, Shape]]:
   layers = _layer(f'{ours}/out', f'{theirs}/out', ['kernel'], _split_first)
   layers |= _layer(f'{ours}/out', f'{theirs}/out', ['bias'])
   for name in ('query', 'key', 'value'):
@@ -131,7 +134,7 @@ _NOISE = {
 }
 
 
-def layout_of(our_names) -> str:
+def layout_of(our_names: Collection[str]) -> str:
   """The layout of the backbone that our parameters belong to, a ViT or a v2 ResNet."""
   if 'backbone/embedding/kernel' in our_names:
     return 'vit'
@@ -143,7 +146,7 @@ def layout_of(our_names) -> str:
   )
 
 
-def has_our_names(arrays) -> bool:
+def has_our_names(arrays: Collection[str]) -> bool:
   """Whether the arrays of a file have our names, as `estimators.to_checkpoint` writes them."""
   return 'head/kernel' in arrays and all(x.startswith(('backbone/', 'head/')) for x in arrays)
 
@@ -161,7 +164,7 @@ def entry(our_name: str, layout: str, head_prefix: str | None) -> Entry:
   return Entry(*(_vit_entry(rest) if layout == 'vit' else _bit_entry(rest)))
 
 
-def _head_entry(rest, layout, head_prefix):
+def _head_entry(rest: str, layout: str, head_prefix: str | None) -> Entry:
   if rest in ('kernel', 'bias'):
     if head_prefix is not None:
       return Entry(f'{head_prefix}/loc_layer/{rest}', _same)
@@ -172,7 +175,7 @@ def _head_entry(rest, layout, head_prefix):
   return Entry(f'{prefix}/{_NOISE.get(rest, rest)}', _same)
 
 
-def _vit_entry(rest):
+def _vit_entry(rest: str) -> tuple[str, Shape]:
   if rest in _VIT:
     return _VIT[rest]
   block = re.fullmatch(r'block(\d+)/(.*)', rest)
@@ -182,7 +185,7 @@ def _vit_entry(rest):
   return f'{_VIT_BLOCK}_{int(block[1])}/{name}', shape
 
 
-def _bit_entry(rest):
+def _bit_entry(rest: str) -> tuple[str, Shape]:
   layer, _, parameter = rest.rpartition('/')
   if unit := re.fullmatch(r'stage(\d+)_unit(\d+)/(\w+)', layer):
     theirs = f'block{unit[1]}/unit{int(unit[2]):02d}/{_BIT_UNITS[unit[3]]}'
@@ -212,7 +215,7 @@ def canonical(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   return {_older(name): x for name, x in flat.items()} if newer else flat
 
 
-def _big_transfer(name):
+def _big_transfer(name: str) -> str:
   layer, _, parameter = name.rpartition('/')
   unit, _, inner = layer.rpartition('/')
   inner = _BIT_UNITS.get(inner.replace('gn', 'norm'))
@@ -224,7 +227,7 @@ def _big_transfer(name):
   return f'resnet/{theirs}/{parameter}'
 
 
-def _older(name):
+def _older(name: str) -> str:
   if not name.startswith(_VIT_BLOCK) or '/Moe/' in name:
     return name
   return '/'.join(_RENAMED_IN_BLOCKS.get(part, part) for part in name.split('/'))
@@ -235,7 +238,7 @@ def is_optimizer_state(name: str) -> bool:
   return _OPTIMIZER.match(name) is not None
 
 
-def head_prefix_of(names) -> str | None:
+def head_prefix_of(names: Collection[str]) -> str | None:
   """Prefix of the layers of a heteroscedastic head; None if the file has no such head."""
   for prefix in _HEAD_PREFIXES:
     if f'{prefix}/loc_layer/kernel' in names:

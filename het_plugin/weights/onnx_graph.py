@@ -18,6 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.typing import DTypeLike
+
+Value = Any  # a `Name`, or a constant
+Equation = Any  # jax.extend.core.JaxprEqn, whose type does not say that values have shapes
+Translation = Callable[..., Any]
 
 OPSET = 18
 _LARGEST = np.iinfo(np.int64).max
@@ -115,7 +120,7 @@ class Graph:
       return self.ints(dims)
     return self.op('Concat', *map(self._dim, dims), axis=0)
 
-  def _dim(self, dim):
+  def _dim(self, dim: Any) -> Value:
     if isinstance(dim, int):
       return self.ints([dim])
     multiple, rest = divmod(dim, self.batch)
@@ -176,19 +181,19 @@ def convert(
   return model
 
 
-def _value_info(name, aval):
+def _value_info(name: str, aval: Any) -> Any:
   from onnx import helper
 
   dims = [d if isinstance(d, int) else str(d) for d in aval.shape]
   return helper.make_tensor_value_info(name, _onnx_type(aval.dtype), dims)
 
 
-def _run(graph, jaxpr, inputs):
+def _run(graph: Graph, jaxpr: core.ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
   """The outputs of a closed jaxpr for `Name`s and constants."""
   env = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
   env |= dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
 
-  def read(atom):
+  def read(atom: Any) -> Value:
     return atom.val if isinstance(atom, core.Literal) else env[atom]
 
   for eqn in jaxpr.jaxpr.eqns:
@@ -197,7 +202,7 @@ def _run(graph, jaxpr, inputs):
   return [read(atom) for atom in jaxpr.jaxpr.outvars]
 
 
-def _of_equation(graph, eqn, inputs):
+def _of_equation(graph: Graph, eqn: Equation, inputs: Sequence[Value]) -> Sequence[Value]:
   kind = eqn.primitive.name
   params = eqn.params
   if kind in _CALLS:
@@ -221,11 +226,11 @@ def _of_equation(graph, eqn, inputs):
   return found if isinstance(found, list) else [found]
 
 
-def _closed(jaxpr):
+def _closed(jaxpr: Any) -> Any:
   return jaxpr if hasattr(jaxpr, 'consts') else core.ClosedJaxpr(jaxpr, ())
 
 
-def _written_out(graph, eqn, inputs):
+def _written_out(graph: Graph, eqn: Equation, inputs: Sequence[Value]) -> list[Value]:
   """The outputs of `lax.scan`, step by step. What is scanned over, or stacked, has a dimension more
   than in the body; the rest are constants and carries.
   """
@@ -253,11 +258,11 @@ def _written_out(graph, eqn, inputs):
   return [*carries, *(_stack(graph, list(x), 0) for x in zip(*stacks, strict=True))]
 
 
-def _row(graph, x, i):
+def _row(graph: Graph, x: Value, i: int) -> Value:
   return graph.op('Gather', x, np.int64(i), axis=0) if isinstance(x, Name) else x[i]
 
 
-def _stack(graph, parts, axis):
+def _stack(graph: Graph, parts: Sequence[Value], axis: int) -> Value:
   if not any(isinstance(x, Name) for x in parts):
     return jnp.stack(parts, axis)
   parts = [graph.op('Unsqueeze', x, graph.ints([axis])) for x in parts]
@@ -267,12 +272,12 @@ def _stack(graph, parts, axis):
 # A translation gets the graph, the equation and its inputs, and returns the output, or a list.
 
 
-def _simple(kind):
+def _simple(kind: str) -> Translation:
   return lambda graph, eqn, *inputs: graph.op(kind, *inputs)
 
 
-def _logical(kind):
-  def translate(graph, eqn, *inputs):
+def _logical(kind: str) -> Translation:
+  def translate(graph: Graph, eqn: Equation, *inputs: Value) -> Value:
     if eqn.invars[0].aval.dtype != np.bool_:
       kind_of_bits = {'And': 'BitwiseAnd', 'Or': 'BitwiseOr', 'Xor': 'BitwiseXor'}
       return graph.op(kind_of_bits.get(kind, 'BitwiseNot'), *inputs)
@@ -281,21 +286,21 @@ def _logical(kind):
   return translate
 
 
-def _one(eqn):
+def _one(eqn: Equation) -> np.ndarray:
   return np.ones((), _dtype(eqn.invars[0].aval.dtype))
 
 
-def _rsqrt(graph, eqn, x):
+def _rsqrt(graph: Graph, eqn: Equation, x: Value) -> Value:
   return graph.op('Reciprocal', graph.op('Sqrt', x))
 
 
-def _logistic(graph, eqn, x):
+def _logistic(graph: Graph, eqn: Equation, x: Value) -> Value:
   """1 / (1 + exp(-x)). onnxruntime's Sigmoid is off by 1e-7, and 0 where it is below 6e-8."""
   of_minus = graph.op('Exp', graph.op('Neg', x))
   return graph.op('Reciprocal', graph.op('Add', of_minus, _one(eqn)))
 
 
-def _log1p(graph, eqn, x):
+def _log1p(graph: Graph, eqn: Equation, x: Value) -> Value:
   """log(u) x / (u - 1) with u = 1 + x rounded, which is accurate near 0 (Kahan)."""
   one = _one(eqn)
   u = graph.op('Add', x, one)
@@ -304,42 +309,42 @@ def _log1p(graph, eqn, x):
   return graph.op('Where', exact, x, graph.op('Mul', graph.op('Log', u), graph.op('Div', x, less)))
 
 
-def _expm1(graph, eqn, x):
+def _expm1(graph: Graph, eqn: Equation, x: Value) -> Value:
   """tanh(x / 2) (exp(x) + 1)."""
   one = _one(eqn)
   half = graph.op('Tanh', graph.op('Div', x, one + one))
   return graph.op('Mul', half, graph.op('Add', graph.op('Exp', x), one))
 
 
-def _erfc(graph, eqn, x):
+def _erfc(graph: Graph, eqn: Equation, x: Value) -> Value:
   return graph.op('Sub', _one(eqn), graph.op('Erf', x))
 
 
-def _is_finite(graph, eqn, x):
+def _is_finite(graph: Graph, eqn: Equation, x: Value) -> Value:
   return graph.op('Not', graph.op('Or', graph.op('IsInf', x), graph.op('IsNaN', x)))
 
 
-def _integer_pow(graph, eqn, x):
+def _integer_pow(graph: Graph, eqn: Equation, x: Value) -> Value:
   dtype = _dtype(eqn.invars[0].aval.dtype)
   return graph.op('Pow', x, np.asarray(eqn.params['y'], dtype))
 
 
-def _select(graph, eqn, which, *cases):
+def _select(graph: Graph, eqn: Equation, which: Value, *cases: Value) -> Value:
   if eqn.invars[0].aval.dtype != np.bool_:
     raise NotImplementedError('select_n of more than two cases')
   return graph.op('Where', which, cases[1], cases[0])
 
 
-def _clamp(graph, eqn, low, x, high):
+def _clamp(graph: Graph, eqn: Equation, low: Value, x: Value, high: Value) -> Value:
   return graph.op('Min', graph.op('Max', x, low), high)
 
 
-def _cast(graph, eqn, x):
+def _cast(graph: Graph, eqn: Equation, x: Value) -> Value:
   return graph.op('Cast', x, to=_onnx_type(eqn.outvars[0].aval.dtype))
 
 
-def _reduce(kind):
-  def translate(graph, eqn, x):
+def _reduce(kind: str) -> Translation:
+  def translate(graph: Graph, eqn: Equation, x: Value) -> Value:
     axes = graph.ints(eqn.params['axes'])
     if eqn.invars[0].aval.dtype != np.bool_:
       return graph.op(kind, x, axes, keepdims=0)
@@ -349,20 +354,20 @@ def _reduce(kind):
   return translate
 
 
-def _arg(kind):
-  def translate(graph, eqn, x):
+def _arg(kind: str) -> Translation:
+  def translate(graph: Graph, eqn: Equation, x: Value) -> Value:
     (axis,) = eqn.params['axes']
     return _cast(graph, eqn, graph.op(kind, x, axis=axis, keepdims=0))
 
   return translate
 
 
-def _cumsum(graph, eqn, x):
+def _cumsum(graph: Graph, eqn: Equation, x: Value) -> Value:
   reverse = int(eqn.params['reverse'])
   return graph.op('CumSum', x, np.int64(eqn.params['axis']), reverse=reverse)
 
 
-def _broadcast(graph, eqn, x):
+def _broadcast(graph: Graph, eqn: Equation, x: Value) -> Value:
   wanted = eqn.outvars[0].aval.shape
   given = eqn.invars[0].aval.shape
   aligned = [1] * len(wanted)
@@ -377,53 +382,59 @@ def _broadcast(graph, eqn, x):
   return graph.op('Expand', x, graph.shape(target))
 
 
-def _to_output_shape(graph, eqn, x, *_):
+def _to_output_shape(graph: Graph, eqn: Equation, x: Value, *_: Value) -> Value:
   return graph.reshape(x, eqn.outvars[0].aval.shape)
 
 
-def _transpose(graph, eqn, x):
+def _transpose(graph: Graph, eqn: Equation, x: Value) -> Value:
   return graph.op('Transpose', x, perm=list(eqn.params['permutation']))
 
 
-def _reverse(graph, eqn, x):
+def _reverse(graph: Graph, eqn: Equation, x: Value) -> Value:
   axes = graph.ints(eqn.params['dimensions'])
   return graph.op('Slice', x, 0 * axes - 1, 0 * axes - _LARGEST, axes, 0 * axes - 1)
 
 
-def _concatenate(graph, eqn, *parts):
+def _concatenate(graph: Graph, eqn: Equation, *parts: Value) -> Value:
   return graph.op('Concat', *parts, axis=eqn.params['dimension'])
 
 
-def _stack_of(graph, eqn, *parts):
+def _stack_of(graph: Graph, eqn: Equation, *parts: Value) -> Value:
   return _stack(graph, list(parts), eqn.params.get('axis', eqn.params.get('dimension', 0)))
 
 
-def _unstack(graph, eqn, x):
+def _unstack(graph: Graph, eqn: Equation, x: Value) -> list[Value]:
   axis = eqn.params['axis']
   return [graph.op('Gather', x, np.int64(i), axis=axis) for i in range(len(eqn.outvars))]
 
 
-def _pad(graph, eqn, x, value):
+def _pad(graph: Graph, eqn: Equation, x: Value, value: Value) -> Value:
   low, high, between = zip(*eqn.params['padding_config'], strict=True)
   if any(between) or min(*low, *high) < 0:
     raise NotImplementedError('padding that is negative or between elements')
   return graph.op('Pad', x, graph.ints([*low, *high]), value)
 
 
-def _cut(graph, x, starts, ends, steps=None):
+def _cut(
+  graph: Graph,
+  x: Value,
+  starts: Sequence[int],
+  ends: Sequence[Any],
+  steps: Sequence[int] | None = None,
+) -> Value:
   """x between starts and ends; an end that is symbolic is the last one."""
   ends = [end if isinstance(end, int) else _LARGEST for end in ends]
   axes = graph.ints(range(len(ends)))
-  steps = graph.ints(steps or [1] * len(ends))
-  return graph.op('Slice', x, graph.ints(starts), graph.ints(ends), axes, steps)
+  strides = graph.ints(steps or [1] * len(ends))
+  return graph.op('Slice', x, graph.ints(starts), graph.ints(ends), axes, strides)
 
 
-def _slice(graph, eqn, x):
+def _slice(graph: Graph, eqn: Equation, x: Value) -> Value:
   params = eqn.params
   return _cut(graph, x, params['start_indices'], params['limit_indices'], params['strides'])
 
 
-def _dynamic_slice(graph, eqn, x, *starts):
+def _dynamic_slice(graph: Graph, eqn: Equation, x: Value, *starts: Value) -> Value:
   sizes = eqn.params['slice_sizes']
   shape = eqn.invars[0].aval.shape
   for axis, (start, size, dim) in enumerate(zip(starts, sizes, shape, strict=True)):
@@ -438,7 +449,7 @@ def _dynamic_slice(graph, eqn, x, *starts):
   return x
 
 
-def _split(graph, eqn, x):
+def _split(graph: Graph, eqn: Equation, x: Value) -> list[Value]:
   axis = eqn.params['axis']
   found = []
   start = 0
@@ -449,7 +460,7 @@ def _split(graph, eqn, x):
   return found
 
 
-def _gather(graph, eqn, x, index):
+def _gather(graph: Graph, eqn: Equation, x: Value, index: Value) -> Value:
   """Two cases of XLA's gather: one slice at a constant place, and rows along one axis."""
   numbers = eqn.params['dimension_numbers']
   sizes = eqn.params['slice_sizes']
@@ -483,7 +494,7 @@ def _gather(graph, eqn, x, index):
   return graph.op('Gather', x, index, axis=axis)
 
 
-def _scatter_add(graph, eqn, x, index, update):
+def _scatter_add(graph: Graph, eqn: Equation, x: Value, index: Value, update: Value) -> Value:
   """The transposes of `_gather` with a constant index: a padded update, and a sum of rows."""
   numbers = eqn.params['dimension_numbers']
   shape = eqn.invars[0].aval.shape
@@ -506,10 +517,10 @@ def _scatter_add(graph, eqn, x, index, update):
   return graph.op('Add', x, graph.op('MatMul', update, one_hot))
 
 
-def _scatter_rows(reduction):
+def _scatter_rows(reduction: str) -> Translation:
   """Rows that are added to, or compared with, the rows of a constant index."""
 
-  def translate(graph, eqn, x, index, update):
+  def translate(graph: Graph, eqn: Equation, x: Value, index: Value, update: Value) -> Value:
     numbers = eqn.params['dimension_numbers']
     shape = eqn.invars[0].aval.shape
     rows = tuple(range(1, len(shape)))
@@ -522,7 +533,7 @@ def _scatter_rows(reduction):
   return translate
 
 
-def _iota(graph, eqn):
+def _iota(graph: Graph, eqn: Equation) -> Value:
   shape = eqn.outvars[0].aval.shape
   axis = eqn.params['dimension']
   if isinstance(shape[axis], int):
@@ -535,12 +546,12 @@ def _iota(graph, eqn):
   return graph.op('Expand', row, graph.shape(shape))
 
 
-def _dim_as_value(graph, eqn):
+def _dim_as_value(graph: Graph, eqn: Equation) -> Value:
   value = graph.op('Squeeze', graph.shape([eqn.params['dim']]))
   return graph.op('Cast', value, to=_onnx_type(eqn.outvars[0].aval.dtype))
 
 
-def _dot(graph, eqn, a, b):
+def _dot(graph: Graph, eqn: Equation, a: Value, b: Value) -> Value:
   (of_a, of_b), (batch_a, batch_b) = eqn.params['dimension_numbers']
   rank_a, rank_b = (len(var.aval.shape) for var in eqn.invars)
   if rank_b == 2 and (of_a, of_b) == ((rank_a - 1,), (0,)) and not batch_a:
@@ -557,7 +568,7 @@ def _dot(graph, eqn, a, b):
   return graph.op('Einsum', a, b, equation=f'{"".join(left)},{"".join(right)}->{"".join(out)}')
 
 
-def _convolution(graph, eqn, x, kernel):
+def _convolution(graph: Graph, eqn: Equation, x: Value, kernel: Value) -> Value:
   params = eqn.params
   if max(params['lhs_dilation']) > 1 or params['batch_group_count'] > 1:
     raise NotImplementedError('a transposed convolution')
@@ -575,10 +586,10 @@ def _convolution(graph, eqn, x, kernel):
   return graph.op('Transpose', out, perm=[int(i) for i in np.argsort(of_out)])
 
 
-def _pool(kind):
+def _pool(kind: str) -> Translation:
   """Windows over the middle axes of [B, H, W, C]."""
 
-  def translate(graph, eqn, x):
+  def translate(graph: Graph, eqn: Equation, x: Value) -> Value:
     params = eqn.params
     window = params['window_dimensions']
     strides = params['window_strides']
@@ -604,7 +615,7 @@ def _pool(kind):
   return translate
 
 
-def _identities(graph, eqn, *inputs):
+def _identities(graph: Graph, eqn: Equation, *inputs: Value) -> list[Value]:
   return list(inputs)
 
 
@@ -660,16 +671,16 @@ OPERATIONS: dict[str, Callable] = {
 }
 
 
-def _dtype(dtype):
+def _dtype(dtype: DTypeLike) -> np.dtype:
   return np.dtype(np.float32) if dtype == jnp.bfloat16 else np.dtype(dtype)
 
 
-def _onnx_type(dtype):
+def _onnx_type(dtype: DTypeLike) -> int:
   from onnx import helper
 
   return helper.np_dtype_to_tensor_dtype(_dtype(dtype))
 
 
-def _as_numpy(value):
+def _as_numpy(value: Any) -> np.ndarray:
   value = np.asarray(value)
   return value.astype(_dtype(value.dtype))

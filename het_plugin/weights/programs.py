@@ -151,17 +151,17 @@ def _replacing_folder(folder: Path) -> Generator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_stablehlo(program, folder, metadata):
+def _write_stablehlo(program: Program, folder: Path, metadata: Mapping[str, Any]) -> None:
   of_input = jax.ShapeDtypeStruct((_batch(), *program.shape), jnp.float32)
   exported = jax.export.export(jax.jit(program.__call__), platforms=PLATFORMS)(of_input)
   (folder / 'program.stablehlo').write_bytes(exported.serialize())
 
 
-def _batch():
+def _batch() -> Any:
   return jax.export.symbolic_shape('batch')[0]
 
 
-def _write_saved_model(program, folder, metadata):
+def _write_saved_model(program: Program, folder: Path, metadata: Mapping[str, Any]) -> None:
   import tensorflow as tf
   from tensorflow.compiler.tf2xla.python import xla
 
@@ -180,10 +180,10 @@ def _write_saved_model(program, folder, metadata):
     'Tout': [tf.as_dtype(x.dtype) for x in exported.out_avals],
   }
   names = sorted(metadata['outputs'])  # as jax.tree orders a dict
-  module = tf.Module()
+  module: Any = tf.Module()
   module.params = [tf.Variable(np.asarray(x), trainable=False) for x in leaves]
 
-  def serve(x):
+  def serve(x: Any) -> dict[str, Any]:
     arguments = [*module.params, x]
     kept = [arguments[i] for i in exported.module_kept_var_idx]
     return dict(zip(names, xla.call_module(kept, **call), strict=True))
@@ -204,13 +204,13 @@ def _for_tensorflow(module: bytes) -> bytes:
   from jax.extend.mlir.dialects import stablehlo
   from tensorflow.compiler.mlir.stablehlo import stablehlo as theirs
 
-  versions = stablehlo.get_current_version(), theirs.get_current_version()
+  versions = stablehlo.get_current_version(), theirs.get_current_version()  # ty: ignore[missing-attribute]
   with ir.Context() as context:
     parsed = stablehlo.deserialize_portable_artifact(context, module)
     return stablehlo.serialize_portable_artifact(parsed, stablehlo.get_smaller_version(*versions))
 
 
-def _write_onnx(program, folder, metadata):
+def _write_onnx(program: Program, folder: Path, metadata: Mapping[str, Any]) -> None:
   import onnx
 
   texts = {name: json.dumps(value) for name, value in metadata.items()}
@@ -225,7 +225,7 @@ def _write_onnx(program, folder, metadata):
   onnx.save_model(model, str(folder / 'model.onnx'))
 
 
-def _check_onnx(program, model):
+def _check_onnx(program: Program, model: Any) -> None:
   """Refuses a translation whose results are others, on a few random rows."""
   import onnxruntime
 
@@ -235,7 +235,7 @@ def _check_onnx(program, model):
   )
   expected = jax.jit(program.__call__)(x)
   found = session.run(list(expected), {program.input_name: x})
-  for (name, ours), theirs in zip(expected.items(), found, strict=True):
+  for (name, ours), theirs in zip(expected.items(), map(np.asarray, found), strict=True):
     ours = np.asarray(ours)
     if ours.shape != theirs.shape:
       raise ValueError(f'the ONNX program gives {name} {theirs.shape} in place of {ours.shape}')

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ _SKIPPED = re.compile(
 )
 
 
-def _table(text):
+def _table(text: str) -> dict[str, str]:
   """{their name: ours} from lines of ours and theirs."""
   rows = (line.split() for line in text.strip().splitlines())
   return {name: ours for ours, *theirs in rows for name in theirs}
@@ -125,7 +125,7 @@ _TEXT_ROOT = re.compile(r'^(?:text_model|text)\.')
 class _Params(dict[str, np.ndarray]):
   """Parameters by our names; asking for one that the file lacks is a ValueError."""
 
-  def __missing__(self, name):
+  def __missing__(self, name: str) -> np.ndarray:
     raise ValueError(f'the file lacks {name} of its tower: is it one of several files?')
 
 
@@ -205,14 +205,14 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
   return TextTower(settings, params, len(flat['position_embedding']), scale)
 
 
-def is_tower(names) -> bool:
+def is_tower(names: Collection[str]) -> bool:
   """Whether the arrays have the names of timm, transformers or open_clip."""
   stems = ((name, _stem(_PREFIX.sub('', name), _OUTER)[0]) for name in names)
   is_vit = any(stem == 'embedding' and 'embedding/' not in name for name, stem in stems)
   return is_vit or _is_convnext(names)
 
 
-def _is_convnext(names):
+def _is_convnext(names: Collection[str]) -> bool:
   found = {_convnext_stem(_PREFIX.sub('', name))[0] for name in names}
   return {'stem', 'stage1_block01/wi'} <= found
 
@@ -231,7 +231,7 @@ def read_config(path: epath.PathLike) -> dict[str, Any]:
   return {**read, **read.pop('vision_config', {}), **read.pop('pretrained_cfg', {})}
 
 
-def _of_open_clip(settings):
+def _of_open_clip(settings: Mapping[str, Any]) -> dict[str, Any]:
   """The settings of open_clip under the names of transformers."""
   model = settings['model_cfg']
   pixels = settings.get('preprocess_cfg', {})
@@ -306,7 +306,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   is_tanh |= 'head.probe' in names  # transformers' SigLIP, all sizes
   activation = 'quick_gelu' if is_openai else 'gelu_pytorch_tanh' if is_tanh else 'gelu'
 
-  def width_of(name):
+  def width_of(name: str) -> int | None:
     return flat[name].shape[-1] if name in flat else None
 
   settings = {
@@ -327,7 +327,9 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   return Tower(settings, _placed(flat), image_size, skipped)
 
 
-def _block_settings(flat, config, form, width, activation):
+def _block_settings(
+  flat: dict[str, np.ndarray], config: Mapping[str, Any], form: str, width: int, activation: str
+) -> dict[str, Any]:
   """Settings of the blocks; `activation` is the name where the configuration has none."""
   usual_heads = 16 if width in _SIXTEEN_HEADS[form] else max(1, width // 64)
   activation = config.get('hidden_act') or activation
@@ -343,7 +345,7 @@ def _block_settings(flat, config, form, width, activation):
   }
 
 
-def _read_convnext(arrays, config):
+def _read_convnext(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Tower:
   flat, skipped = _renamed(arrays, 'ConvNeXt', _convnext_stem)
   _normalise_pixels(flat, 'stem', config, _IMAGENET)
   blocks = [name for name in flat if name.endswith('/wo/kernel')]
@@ -356,7 +358,12 @@ def _read_convnext(arrays, config):
   return Tower(settings, _placed(flat), _image_size(config), skipped, 'convnext')
 
 
-def _normalise_pixels(flat, layer, config, defaults):
+def _normalise_pixels(
+  flat: dict[str, np.ndarray],
+  layer: str,
+  config: Mapping[str, Any],
+  defaults: tuple[Sequence[float], Sequence[float]],
+) -> None:
   """Puts the file's normalisation of x' = (x + 1) / 2 into a layer of patches; x is in [-1, 1]."""
   mean = np.asarray(config.get('image_mean') or config.get('mean') or defaults[0])
   std = np.asarray(config.get('image_std') or config.get('std') or defaults[1])
@@ -371,12 +378,14 @@ def _normalise_pixels(flat, layer, config, defaults):
   flat[f'{layer}/kernel'] = kernel * (0.5 / std)[:, None]
 
 
-def _image_size(config):
+def _image_size(config: Mapping[str, Any]) -> int:
   sizes = (config.get('image_size'), (config.get('input_size') or [None])[-1], 224)
   return next(int(size) for size in sizes if size)
 
 
-def _placed(flat, tower='backbone', outside='head/'):
+def _placed(
+  flat: dict[str, np.ndarray], tower: str = 'backbone', outside: str = 'head/'
+) -> dict[str, np.ndarray]:
   """Parameters by our names in a model with this tower."""
   return {
     name if name.startswith(outside) else f'{tower}/{name}': np.asarray(x, np.float32)
@@ -390,7 +399,7 @@ def tower_bindings(path: epath.PathLike) -> list[str]:
   return read_tower(arrays, read_config(path)).bindings() if is_tower(arrays) else []
 
 
-def _layer_and_kind(name):
+def _layer_and_kind(name: str) -> tuple[str, str]:
   """Their name of a layer, and 'weight' or 'bias'."""
   layer, _, kind = name.rpartition('.')
   if kind in ('weight', 'bias'):
@@ -398,7 +407,7 @@ def _layer_and_kind(name):
   return name, 'bias' if kind.endswith('_bias') else 'weight'
 
 
-def _stem(name, outer):
+def _stem(name: str, outer: Mapping[str, str]) -> tuple[str | None, str]:
   """Our name of a layer, None if it is unknown, and 'weight' or 'bias'."""
   name, kind = _layer_and_kind(name)
   if block := _BLOCK.fullmatch(name):
@@ -407,7 +416,7 @@ def _stem(name, outer):
   return outer.get(name), kind
 
 
-def _convnext_stem(name):
+def _convnext_stem(name: str) -> tuple[str | None, str]:
   """Our name of a layer of a ConvNeXt, None if it is unknown, and 'weight' or 'bias'."""
   name, kind = _layer_and_kind(name)
   if block := _STAGE_BLOCK.fullmatch(name):
@@ -419,7 +428,9 @@ def _convnext_stem(name):
   return _CONVNEXT_OUTER.get(name), kind
 
 
-def _renamed(arrays, backbone, stem):
+def _renamed(
+  arrays: Mapping[str, np.ndarray], backbone: str, stem: Callable[[str], tuple[str | None, str]]
+) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
   """Parameters by our names without 'backbone/', and the names that the tower does not use."""
   roots = [root for root in ('visual.', 'vision_model.') if any(root in name for name in arrays)]
   flat = _Params()
@@ -440,7 +451,7 @@ def _renamed(arrays, backbone, stem):
   return flat, tuple(sorted(skipped))
 
 
-def _converted(ours, kind, x, transpose):
+def _converted(ours: str, kind: str, x: np.ndarray, transpose: bool) -> dict[str, np.ndarray]:
   """One array of theirs as our parameters, by name."""
   x = np.asarray(x, np.float32)
   layer = ours.rpartition('/')[2]

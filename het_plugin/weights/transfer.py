@@ -201,7 +201,7 @@ _STACKED = re.compile(r'((?:backbone|text_tower)/)(?:(blocks)|(stage\d+_unit)s)/
 
 def _layer_names(name: str, depth: int) -> list[str]:
   """The unstacked names of a stacked parameter of a `ViT` or a `ResNet`."""
-  root, is_vit, stage, rest = _STACKED.fullmatch(name).groups()
+  ((root, is_vit, stage, rest),) = _STACKED.findall(name)
   if is_vit:
     return [f'{root}block{i:02d}/{rest}' for i in range(depth)]
   return [f'{root}{stage}{i + 2:02d}/{rest}' for i in range(depth)]  # the first is not stacked
@@ -233,18 +233,20 @@ def restacked(
   return stacked
 
 
-def _check_classes(theirs, num_classes, is_padded):
+def _check_classes(theirs: int, num_classes: int, is_padded: bool) -> None:
   if theirs < num_classes or (theirs > num_classes and not is_padded):
     raise ValueError('the numbers of classes differ')
 
 
-def _check_heads(shape, num_heads):
+def _check_heads(shape: Sequence[int], num_heads: int) -> None:
   """Of a query kernel [D, H, D / H]; as [D, D] it does not tell H."""
   if len(shape) == 3 and shape[1] != num_heads:
     raise ValueError(f'the model has num_heads={num_heads}; set it to the {shape[1]} of the file')
 
 
-def _fit(ours, x, shape, has_classes):
+def _fit(
+  ours: str, x: np.ndarray, shape: tuple[int, ...], has_classes: bool
+) -> tuple[np.ndarray, str]:
   """The array in our shape, and what was changed.
 
   `has_classes` is whether its last axis are classes, which may be padded.
@@ -262,7 +264,7 @@ def _fit(ours, x, shape, has_classes):
   raise ValueError('the shapes differ')
 
 
-def _merges(theirs, ours):
+def _merges(theirs: Sequence[int], ours: Sequence[int]) -> bool:
   """Whether dropping dimensions of 1 and joining neighbouring ones turns `theirs` into `ours`."""
   left = [n for n in theirs if n > 1]
   for size in ours:
@@ -274,7 +276,7 @@ def _merges(theirs, ours):
   return not left
 
 
-def _resample(x, shape):
+def _resample(x: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
   """Resamples position embeddings [N, D] to another grid of patches.
 
   If N is a square number plus one, the first embedding belongs to the class token.
@@ -299,7 +301,7 @@ def _resample(x, shape):
   return resampled.astype(np.float32), ', '.join(notes)
 
 
-def _grid(tokens):
+def _grid(tokens: int) -> tuple[int, int] | None:
   """(number of class tokens, side of the grid) from a number of tokens; None if it is neither."""
   for extra in (0, 1):
     side = math.isqrt(tokens - extra)
