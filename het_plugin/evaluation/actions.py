@@ -160,7 +160,7 @@ class FewShotAction(PeriodicAction):
   def check(self, run: Run, dataset: fewshot_data.FewShotDataset) -> None:
     fewshot_data.check(run, dataset, self.batch_size)
 
-  def evaluate(self, run: Run):
+  def evaluate(self, run: Run) -> Sequence[tuple[str, Any]]:
     data = {x.name: fewshot_data.read(run, x, self.layer, self.batch_size) for x in self.datasets}
     self.results = fewshot.few_shot_all(data, self._protocol, shots=self.shots, seeds=self.seeds)
     results = [(name, x) for name, by_shots in self.results.items() for x in by_shots.values()]
@@ -202,6 +202,6 @@ class ZeroShotAction(PeriodicAction):
   def check(self, run: Run, dataset: zeroshot_datasets.ZeroShotDataset) -> None:
     self._evaluator.check(run, dataset)
 
-  def evaluate(self, run: Run):
+  def evaluate(self, run: Run) -> Sequence[tuple[str, Any]]:
     self.results = {x.name: self._evaluator(run, x) for x in self.datasets}
     return list(self.results.items())

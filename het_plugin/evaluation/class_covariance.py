@@ -88,7 +88,7 @@ def look(
       'with_anchor': correlations(factors, anchor[:, None])[:, 0],
     }
 
-  def wanted(ids):
+  def wanted(ids: np.ndarray) -> np.ndarray:
     return np.isin(ids, index) if number is None else np.ones(len(ids), bool)
 
   own = run.partitioner.batch_rows(batch_size)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ def evaluate_run(name: str, run: runs.Run, settings: EvaluateSettings) -> Evalua
   """Evaluates a run on the two splits of `fitted` settings, and its covariance."""
   info = data.classification_info(settings.dataset)
 
-  def predict(title, stream, *others):
+  def predict(title: str, stream: tuple[data.BatchIterator, int], *others: str) -> Iterator[Rows]:
     batches, total = stream
     with reporting.Progress(title, total) as progress:
       limits = settings.batch_size, settings.max_examples
@@ -145,7 +145,7 @@ def evaluate_run(name: str, run: runs.Run, settings: EvaluateSettings) -> Evalua
   whole_split = settings.split.partition('[')[0]  # of a slice
   knows_truth = info.knows_truth(whole_split)
 
-  def keeping(parts):
+  def keeping(parts: Iterable[Rows]) -> Iterator[Rows]:
     for part in parts:
       if knows_truth:
         truth = info.true_classes(whole_split, part.index)
@@ -227,7 +227,13 @@ def _score(
   return uncertainty.concatenate(scores), joined and agreement.summarize(joined)
 
 
-def _open(stack, prefix, run, settings, **changes) -> tuple[data.BatchIterator, int]:
+def _open(
+  stack: contextlib.ExitStack,
+  prefix: str,
+  run: runs.Run,
+  settings: EvaluateSettings,
+  **changes: Any,
+) -> tuple[data.BatchIterator, int]:
   """`open_split` of the settings with this prefix, '' or 'ood_', until the stack is closed."""
   task, split = (getattr(settings, f'{prefix}{name}') for name in ('dataset', 'split'))
   with naming(f'--{prefix}dataset={task}'):
@@ -273,7 +279,7 @@ def _covariance(run: runs.Run, settings: EvaluateSettings) -> dict[str, Any]:
     return {'no_covariance': reason}
   batch_size = 8 * run.partitioner.data_shards
 
-  def look_at(**which):
+  def look_at(**which: Any) -> list[class_covariance.ClassCovariance]:
     with contextlib.ExitStack() as stack:
       few = {'whole': True, 'batch_size': batch_size}
       batches, total = _open(stack, '', run, settings, **few)

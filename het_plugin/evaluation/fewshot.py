@@ -45,7 +45,7 @@ class FewShotDataset:
   resize: Literal['aspect', 'squash'] | None = None
 
   @property
-  def splits(self):
+  def splits(self) -> tuple[tuple[str, int | None], ...]:
     return (self.train_split, self.max_train), (self.test_split, self.max_test)
 
 
@@ -191,7 +191,13 @@ def _split(rows: rows_lib.Rows) -> fewshot.Split:
   return fewshot.Split(rows.features, rows.label, rows.index)
 
 
-def _evaluate(run, data, protocol, shots, seeds) -> dict[str, dict[int, fewshot.FewShotResult]]:
+def _evaluate(
+  run: str,
+  data: Mapping[str, tuple[fewshot.Split, fewshot.Split]],
+  protocol: fewshot.Protocol,
+  shots: Sequence[int | str],
+  seeds: Sequence[int],
+) -> dict[str, dict[int, fewshot.FewShotResult]]:
   """{data set: {shots: result}} of a run."""
   most = max(int(np.unique(train.y, return_counts=True)[1].max()) for train, _ in data.values())
   shots = tuple(dict.fromkeys(most if n == 'all' else n for n in shots))

@@ -1,5 +1,6 @@
 """Represents the splits of a data set as files, and turns arrays made elsewhere into such files."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -61,7 +62,7 @@ def represent(
   run = runs.open_run(checkpoint, *gin_settings)
   layers = tuple(dict.fromkeys(layers))
 
-  def open_batches(split):
+  def open_batches(split: str) -> contextlib.AbstractContextManager:
     return run.open_split(
       split,
       max_examples,
@@ -181,7 +182,13 @@ def _check_file_names(splits: Sequence[str], given: str) -> None:
     raise ValueError(f'{given}: two of the splits {", ".join(splits)} give the same file name')
 
 
-def _check_fit(run, layers, pool, dtype, spec: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _check_fit(
+  run: runs.Run,
+  layers: Sequence[str],
+  pool: str,
+  dtype: str,
+  spec: Mapping[str, jax.ShapeDtypeStruct],
+) -> None:
   """Raises ValueError for layers or image sizes that do not fit the model; compiles nothing."""
   shape = list(spec['image'].shape[1:])
   try:

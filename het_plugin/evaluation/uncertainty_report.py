@@ -221,7 +221,9 @@ def calibration_figures(
   }
 
 
-def _plots(evaluations, rows) -> dict[str, reporting.Figure]:
+def _plots(
+  evaluations: Sequence[Evaluation], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, reporting.Figure]:
   """{file name: figure}."""
   found = calibration_figures({e.name: e.scores for e in evaluations})
   with_unknown = [e for e in evaluations if e.unknown is not None]

@@ -1,8 +1,9 @@
 """The data sets of a zero-shot evaluation, and the accuracy of a contrastive model on them."""
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -143,13 +144,15 @@ class ZeroShotEvaluator:
     evaluate = self._retrieve if has_captions(dataset) else self._classify
     return evaluate(run, dataset, on_rows)
 
-  def _classify(self, run, dataset, on_rows) -> zeroshot.Accuracy:
+  def _classify(
+    self, run: Run, dataset: ZeroShotDataset, on_rows: Callable[[int], None]
+  ) -> zeroshot.Accuracy:
     model = run.model
     num_samples = self._num_samples
     info = task_info(dataset.task)
     multi_label = info.multi_label and not info.annotators
 
-    def hits_of(given, batch):
+    def hits_of(given: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
       params = given['params']
       classes = given['classes']  # [K, D]
       if num_samples:
@@ -184,8 +187,10 @@ class ZeroShotEvaluator:
     found = zeroshot.mean_hits(rows['hits'], _TOP)
     return zeroshot.Accuracy(found[1], found[5], len(rows['hits']), len(names), alike)
 
-  def _retrieve(self, run, dataset, on_rows) -> zeroshot.Recall:
-    def embed_images(params, batch):
+  def _retrieve(
+    self, run: Run, dataset: ZeroShotDataset, on_rows: Callable[[int], None]
+  ) -> zeroshot.Recall:
+    def embed_images(params: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
       image = run.model.image_embeddings(params, batch).astype(jnp.float32)
       return {'image': image, 'text': batch['text'], 'digest': batch['digest']}
 
@@ -204,7 +209,14 @@ class ZeroShotEvaluator:
       identical_captions_right=dataset.identical_captions_right,
     )
 
-  def _read(self, run, compute: PerExample, params, dataset, on_rows) -> Columns:
+  def _read(
+    self,
+    run: Run,
+    compute: PerExample,
+    params: Any,
+    dataset: ZeroShotDataset,
+    on_rows: Callable[[int], None],
+  ) -> Columns:
     """The columns of all examples, in the order of their ids."""
     parts = []
     with self._open(run, dataset) as (batches, _):
@@ -221,10 +233,10 @@ class ZeroShotEvaluator:
     own = run.partitioner.batch_rows(self._batch_size)
     last = len(tokens) - 1
 
-    def embed_texts(params, batch):
+    def embed_texts(params: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
       return {'text': run.model.text_embeddings(params, batch['text']).astype(jnp.float32)}
 
-    def batches():
+    def batches() -> Iterator[dict[str, np.ndarray]]:
       for start in range(0, len(tokens), self._batch_size):
         rows = start + own
         # The last text fills the last batch, so that no text is empty.
@@ -234,7 +246,7 @@ class ZeroShotEvaluator:
     found = compute(run.params, batches(), self._batch_size)
     return np.concatenate([rows['text'] for rows in found])
 
-  def _open(self, run: Run, dataset: ZeroShotDataset):
+  def _open(self, run: Run, dataset: ZeroShotDataset) -> contextlib.AbstractContextManager:
     features = {}
     if has_captions(dataset):
       features = {'text_length': self._tokenizer.length, 'vocabulary': self._tokenizer.vocabulary}

@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 KINDS = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute')
 
@@ -55,7 +55,7 @@ def collectives(hlo: str) -> list[Collective]:
   return [Collective(k, counts[k], int(sizes[k]), loops[k]) for k in KINDS if counts[k]]
 
 
-def _moved(computations, entry) -> Iterator[tuple[str, int, float, bool]]:
+def _moved(computations: Mapping[str, str], entry: str) -> Iterator[tuple[str, int, float, bool]]:
   """Every collective under a computation: (kind, times it runs, bytes, inside a loop)."""
   started = set()
   for name, times, in_loop in _visits(computations, entry, 1, False):
@@ -83,7 +83,9 @@ def parse(hlo: str) -> tuple[dict[str, str], str]:
   return {name: lines for _, name, lines in found}, entry
 
 
-def _visits(computations, name, times, in_loop) -> Iterator[tuple[str, int, bool]]:
+def _visits(
+  computations: Mapping[str, str], name: str, times: int, in_loop: bool
+) -> Iterator[tuple[str, int, bool]]:
   """Every call of every computation under `name`: (computation, times it runs, inside a loop)."""
   yield name, times, in_loop
   for line in computations[name].splitlines():
@@ -98,11 +100,11 @@ def _visits(computations, name, times, in_loop) -> Iterator[tuple[str, int, bool
         yield from _visits(computations, called, times * trips, in_loop or is_loop)
 
 
-def _bytes(computations, name):
+def _bytes(computations: Mapping[str, str], name: str) -> float:
   return sum(times * size for _, times, size, _ in _moved(computations, name))
 
 
-def _trips(computations, line):
+def _trips(computations: Mapping[str, str], line: str) -> int:
   if stated := _TRIPS.search(line):
     return int(stated[1])
   condition = computations.get(_CONDITION.search(line)[1], '')

@@ -80,11 +80,11 @@ def line(plan: Mapping[str, Any]) -> str:
   return f'batch {plan["batch_size"]}, {_samples(plan)}: {used}, {verb}'
 
 
-def _samples(plan):
+def _samples(plan: Mapping[str, Any]) -> str:
   return f'S = {plan["num_samples"]}' if plan['num_samples'] else 'no samples'
 
 
-def _memory(plan):
+def _memory(plan: Mapping[str, Any]) -> str:
   peak = plan['train']['peak_bytes']
   rows = [
     (name, f'{size / MIB:.1f}', f'{size / peak:.0%}' if peak else '')
@@ -95,7 +95,7 @@ def _memory(plan):
   return _table(('memory of a device in the train step', 'MiB', 'share'), rows)
 
 
-def _step(name, step):
+def _step(name: str, step: Mapping[str, Any]) -> str:
   heading = f'{name} step: {step["flops"] / 1e12:.4g} TFLOP per device'
   if step['peak_bytes'] is not None:
     heading += f', peak {step["peak_bytes"] / GIB:.2f} GiB'

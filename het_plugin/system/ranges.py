@@ -53,7 +53,7 @@ def check(settings: Any) -> None:
 def checked(function: _Function) -> _Function:
   """The function, which raises ValueError for an argument as `check` does for a field."""
   signature = inspect.signature(function)
-  owner = function.__qualname__.removesuffix('.__init__')
+  owner = getattr(function, '__qualname__', '').removesuffix('.__init__')
 
   @functools.wraps(function)
   def call(*args: Any, **kwargs: Any) -> Any:

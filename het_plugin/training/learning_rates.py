@@ -77,7 +77,9 @@ def scale_by_layer(decay: float) -> optax.GradientTransformation:
       )
     return optax.EmptyState()
 
-  def update(updates: PyTree, state: optax.EmptyState, params: PyTree | None = None):
+  def update(
+    updates: PyTree, state: optax.EmptyState, params: PyTree | None = None
+  ) -> tuple[PyTree, optax.EmptyState]:
     del params
     exponents = layer_exponents(shapes(updates))
     return jax.tree_util.tree_map_with_path(

@@ -270,7 +270,7 @@ def _refuse(name: str, value: float, peak_value: float, count: jax.Array) -> jax
 def _rsqrt_schedule(
   peak_value: float, timescale: int, end_value: float, steps: int
 ) -> optax.Schedule:
-  def schedule(count):
+  def schedule(count: jax.Array) -> jax.Array:
     count = jnp.minimum(count, steps)
     return jnp.maximum(peak_value * jnp.sqrt(timescale / (timescale + count)), end_value)
 

@@ -79,7 +79,7 @@ class PartitionedFn:
     self._context = context
     self._compiled: set[Any] = set()  # shapes of the arguments, with several processes
 
-  def __call__(self, *args):
+  def __call__(self, *args: Any) -> Any:
     with self._context():
       if jax.process_count() > 1:
         self._compile(args)
@@ -93,7 +93,7 @@ class PartitionedFn:
       processes.meet()
       self._compiled.add(shapes)
 
-  def trace(self, *args) -> jax.stages.Traced:
+  def trace(self, *args: Any) -> jax.stages.Traced:
     with self._context():
       return self._jitted.trace(*args)
 

@@ -73,7 +73,9 @@ def accumulate_grads_microbatched(
   # weighted by the number of real rows of the microbatch.
   summed = getattr(model, 'loss_normalizing_factor', None) is not None
 
-  def step(carry, microbatch):
+  def step(
+    carry: tuple[PyTree, jax.Array], microbatch: Batch
+  ) -> tuple[tuple[PyTree, jax.Array], Metrics]:
     grad_sum, weight_sum = carry
     grads, metrics = value_and_grad(microbatch)
     weight = 1.0 if summed else jnp.asarray(metrics['loss'].count, jnp.float32)
