@@ -23,10 +23,6 @@ class MixtureOfSoftmaxes(Classifier):
   those of a mixture have no such limit (Yang et al. 2018, arXiv 1711.03953, whose components are
   tanh(V_m^T phi + c_m)).
 
-      >>> from studies.narrow_layers.mixture import MixtureOfSoftmaxes
-      >>> MixtureOfSoftmaxes(num_classes=316).extra_params(16)
-      1156
-
   Attributes:
     num_components: M >= 1.
   """

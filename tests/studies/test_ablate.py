@@ -14,7 +14,6 @@ from het_plugin.training import run_files, train
 from studies import CONFIGURABLES, ablate, tune
 from studies import study as study_lib
 from studies.ablation import Ablation
-from studies.flops import Flops
 
 STUDY = """
 import het_plugin.config
@@ -99,25 +98,27 @@ def num_params():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', study_lib.names())
-def test_every_cell_builds_its_model(name, tmp_path):
+def test_every_cell_uses_its_settings_and_builds_its_model(name, tmp_path):
   study = study_lib.load(name)
   text = (study_lib.CHECKOUT / study_lib.gin_file(name)).read_text()
   assert study.paper and re.search(rf'^#   python -m studies.ablate {name}\b', text, re.M)
-  if isinstance(study, Flops):
-    assert study.samples[0] == 1
-    return
-  assert isinstance(study, Ablation) and (len(study.seeds) >= 3 or study.analysis)
-  extra = {}
-  for label in study.cells:
-    # The user names Omniglot's file.
-    task = ["MIXTURE_OR_TASK_NAME = 'digits'"] if name == 'heads_omniglot' else []
-    run = study.training_run(
-      label, 0, study.candidates(label)[0], 'test', study_lib.Request(tmp_path), *task
-    )
-    run.parse(tmp_path)
-    extra[label] = num_params()
+  trains = isinstance(study, Ablation)
+  assert (len(study.seeds) >= 3 or study.analysis) if trains else study.samples[0] == 1
+  # The user names Omniglot's file.
+  task = ["MIXTURE_OR_TASK_NAME = 'digits'"] if name == 'heads_omniglot' else []
+  texts = []
+  sizes = {}
+  for label, settings in study.cells.items():
+    chosen = study.candidates(label)[0].items() if trains else ()
+    tried = [f'{key} = {value!r}' for key, value in chosen]
+    request = study_lib.Request(tmp_path, [*tried, *task])
+    request.run_of([*study.shared, *settings]).parse(tmp_path)
+    texts.append(gin.config_str())
+    uses.check([*tried, *(setting for setting in settings if '=' in setting)], texts[-1])
+    sizes[label] = num_params() if trains else None
+  uses.check([setting for setting in study.shared if '=' in setting], *texts)
   if name == 'det_equal_params':
-    assert abs(extra['DET, wider MLP'] / extra['HET-XL'] - 1) < 0.001
+    assert abs(sizes['DET, wider MLP'] / sizes['HET-XL'] - 1) < 0.001
 
 
 def test_studies_run_in_their_checkout(run_main, tmp_path, monkeypatch):
@@ -154,17 +155,3 @@ def test_names(run_main, tmp_path):
   assert "cells names the cell 'HET-L'" in run_main(ablate, 'heads', '--cell=HET-L', code=2)
   message = run_main(ablate, 'heads', '--output_dir=gs://b/x', code=2)
   assert '--output_dir=gs://b/x must be a local directory' in message
-
-
-@pytest.mark.parametrize('name', study_lib.names())
-def test_every_setting_of_our_studies_is_used_by_a_cell(name, tmp_path):
-  ablation = study_lib.load(name)
-  texts = []
-  chosen = getattr(ablation, 'choose', {})
-  for label, settings in ablation.cells.items():
-    of_cell = {**chosen, **getattr(ablation, 'choose_for', {}).get(label, {})}
-    tried = [f'{key} = {values[0]!r}' for key, values in of_cell.items()]
-    study_lib.Request(tmp_path, tried).run_of([*ablation.shared, *settings]).parse(tmp_path)
-    texts.append(gin.config_str())
-    uses.check([*tried, *(setting for setting in settings if '=' in setting)], texts[-1])
-  uses.check([setting for setting in ablation.shared if '=' in setting], *texts)

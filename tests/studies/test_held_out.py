@@ -146,6 +146,7 @@ def test_only_the_temperature_sees_the_held_out_rows():
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), a, b)
 
 
+@pytest.mark.slow
 def test_a_step_whose_held_out_rows_are_not_finite_changes_nothing():
   state, _ = trained(1, 'luketina', 2, held_out_real=False)
   assert t_of(state) == 0.0 and int(state.step) == 1  # and no step after it

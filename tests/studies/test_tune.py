@@ -72,8 +72,6 @@ def test_the_table_and_its_rerun(run, tmp_path, monkeypatch):
 def test_wrong_settings_are_one_sentence(run, caplog):
   for settings, message in (
     ({'method': 'newton'}, '--method=newton is unknown'),
-    ({'method': ''}, '--method= is unknown'),
-    ({'method': 'grid', 'grid': '0.01'}, '--grid=0.01 must be '),
     ({'grid': '0.2'}, '--grid has no effect on --method=simple_training: add grid'),
     ({'method': 'grid', 'rounds': 2}, '--rounds has no effect on --method=grid:validation,'),
     ({'method': 'grid', 'grid': '0.2,0.1,0.20'}, '--grid=0.2,0.1,0.20 has 0.2 twice'),
@@ -84,7 +82,6 @@ def test_wrong_settings_are_one_sentence(run, caplog):
       'LearnedTemperature.tau_max = 3.0 has no effect',
     ),
     ({'method': 'all', 'gin.LR': 5.0}, 'LR = 5.0 is used by nothing: did you mean LEARNING_RATE?'),
-    ({'gin.HetXL.link': "'softmax'", 'gin.Het.num_factors': 3}, 'HEAD is @HetXL()'),
     ({'method': 'grid', 'grid': 'x'}, '--grid=x must be '),
     ({'output_dir': 'gs://b/x'}, '--output_dir=gs://b/x must be a local directory'),
   ):
