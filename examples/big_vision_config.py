@@ -15,16 +15,9 @@ With `:variant=S/4` it is a model of a useful size.
 """
 
 import big_vision.configs.common as bvcc
-import jax
 import ml_collections as mlc
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import het_plugin.hosts.big_vision  # noqa: F401  the model 'het'
-
-# utils.sync, the last statement of train.py, needs this class, which jax 0.7 removed.
-jax.sharding.PositionalSharding = lambda devices: NamedSharding(
-  Mesh(devices, ('all',)), PartitionSpec('all')
-)
 
 
 def get_config(arg=None):
@@ -65,8 +58,10 @@ def get_config(arg=None):
     variant=arg.variant,
     head=arg.head,
     # As the loss: a softmax of logits for a sigmoid is wrong, and nothing notices it.
-    link='softmax' if config.loss == 'softmax_xent' else 'sigmoid',
+    link='sigmoid' if config.loss == 'sigmoid_xent' else 'softmax',
   )
+  if config.loss == 'het_nll':
+    config.model.loss_samples = 4
   if arg.head != 'det':
     config.model.update(num_factors=5, initial_noise_scale=0.1, temperature=dict(initial_tau=1.0))
 

@@ -2,7 +2,8 @@
 docs/big_vision.md.
 
 big_vision imports `big_vision.models.{config.model_name}`. This module registers itself there as
-'het', so that a config file that imports it can name it, and big_vision's code stays as it is.
+'het', so that a config file that imports it can name it, and big_vision's code stays as it is. The
+loss of a model with `loss_samples` becomes `big_vision.utils.het_nll`, for `config.loss`.
 """
 
 import importlib
@@ -14,15 +15,62 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from flax import traverse_util
+import jax.numpy as jnp
+from flax import struct, traverse_util
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from het_plugin.heads import HEADS, FixedTemperature, LearnedTemperature, PredictiveLogits
-from het_plugin.integrate import Integrator
+from het_plugin.heads import HEADS, FixedTemperature, LearnedTemperature, PredictiveLogits, row_keys
+from het_plugin.integrate import GaussianLogits, Integrator
 
 # W keeps the shape [D, K] of big_vision's last layer, and a function is no value of a config.
 _NOT_SETTINGS = ('num_classes', 'class_multiple', 'get_logits', 'parent', 'name')
 
 sys.modules['big_vision.models.het'] = sys.modules[__name__]
+
+# `big_vision.utils.sync`, the last statement of its train.py, needs a class that jax 0.7 removed.
+# Without it a run that is complete ends with exit code 1.
+if not hasattr(jax.sharding, 'PositionalSharding'):
+  jax.sharding.PositionalSharding = lambda devices: NamedSharding(
+    Mesh(devices, ('all',)), PartitionSpec('all')
+  )
+
+
+@struct.dataclass
+class TrainingLogits:
+  """What a model with `loss_samples` returns in training, and `het_nll` reads.
+
+  Attributes:
+    gaussian: the `GaussianLogits` of B images.
+    keys: typed PRNG keys [B] of the noise.
+    integrator: of the loss.
+  """
+
+  gaussian: GaussianLogits
+  keys: jax.Array
+  integrator: Integrator = struct.field(pytree_node=False)
+
+
+def het_nll(
+  *, logits: TrainingLogits | jax.Array, labels: jax.Array, reduction: bool = True
+) -> jax.Array:
+  """The softmax cross-entropy whose samples follow the label (`Integrator.nll`).
+
+  Args:
+    logits: of the model: in training `TrainingLogits`, in evaluation log p [B, K].
+    labels: [B, K], one 1 and zeros. In training the loss of other rows is NaN, at which train.py
+      stops: with mixup or label smoothing take `softmax_xent` without `loss_samples`.
+    reduction: whether to return the mean.
+
+  Returns:
+    [B] in nats, or its mean.
+  """
+  if isinstance(logits, TrainingLogits):
+    is_one_label = (labels.max(-1) == 1) & (labels.sum(-1) == 1)
+    nll = logits.integrator.nll(logits.gaussian, labels.argmax(-1), logits.keys)
+    nll = jnp.where(is_one_label, nll, jnp.nan)
+  else:
+    nll = -jnp.sum(labels * jax.nn.log_softmax(logits), axis=-1)
+  return nll.mean() if reduction else nll
 
 
 class HeadModel(nn.Module):
@@ -36,19 +84,24 @@ class HeadModel(nn.Module):
     backbone: called as `backbone(image, train=train)`; returns an array and a dict `out`, where
       `out['pre_logits']` is phi [B, D].
     classifier: takes the noise of training from the stream 'dropout', the only one of big_vision.
+    loss_integrator: of `het_nll`; None where the loss is one of big_vision's.
   """
 
   backbone: nn.Module
   classifier: PredictiveLogits
+  loss_integrator: Integrator | None = None
 
   def setup(self) -> None:
     nn.share_scope(self, self.backbone)
     nn.share_scope(self, self.classifier)
 
-  def __call__(self, image: jax.Array, *, train: bool = False) -> tuple[jax.Array, dict[str, Any]]:
+  def __call__(
+    self, image: jax.Array, *, train: bool = False
+  ) -> tuple[jax.Array | TrainingLogits, dict[str, Any]]:
     """image [B, H, W, C] -> logits [B, K], float32 or wider, and all outputs of the backbone.
 
-    `out['logits']` are the logits.
+    `out['logits']` are the logits. In training they are `TrainingLogits` if there is a
+    `loss_integrator`.
 
     Raises:
       ValueError: the backbone has no pre-logits [B, D].
@@ -59,7 +112,12 @@ class HeadModel(nn.Module):
         f"config.model.base: {type(self.backbone).__module__} has no out['pre_logits'] [B, D], "
         'which a head needs: choose a model of images, such as vit, bit or mlp_mixer'
       )
-    logits = self.classifier(out['pre_logits'])
+    phi = out['pre_logits']
+    if train and self.loss_integrator is not None:
+      keys = row_keys(self.make_rng(self.classifier.rng_collection), phi.shape[0])
+      logits = TrainingLogits(self.classifier.head(phi), keys, self.loss_integrator)
+    else:
+      logits = self.classifier(phi)
     return logits, out | {'logits': logits}
 
 
@@ -69,6 +127,7 @@ def Model(  # noqa: N802  big_vision calls it by this name
   base: str,
   head: str,
   num_samples: int = 64,
+  loss_samples: int | None = None,
   temperature: float | Mapping[str, Any] | None = None,
   **settings: Any,
 ) -> HeadModel:
@@ -79,6 +138,8 @@ def Model(  # noqa: N802  big_vision calls it by this name
     base: name of a module in big_vision/models, such as 'vit', 'bit' or 'mlp_mixer'.
     head: 'det', 'het', 'het_h' or 'het_xl'.
     num_samples: S of a softmax with noise; a sigmoid is exact.
+    loss_samples: S of the loss `config.loss = 'het_nll'`, whose samples follow the label; None for
+      the losses of big_vision. With the link 'softmax' only.
     temperature: a number is fixed; a mapping has settings of `LearnedTemperature`; None is the
       learned temperature of the paper, and 1 for 'det'.
     **settings: attributes of the head (`num_factors`, `link`, ...), and for all other names what
@@ -87,6 +148,14 @@ def Model(  # noqa: N802  big_vision calls it by this name
   Raises:
     ValueError: K is missing, base or head are unknown, or a setting is unknown or wrong.
   """
+  loss_integrator = None
+  if loss_samples is not None:
+    if settings.get('link', 'softmax') != 'softmax':
+      raise ValueError(
+        f"config.model.loss_samples={loss_samples} needs link='softmax': the loss of a sigmoid is "
+        'exact, so leave loss_samples out'
+      )
+    loss_integrator = Integrator(num_samples=loss_samples)
   if not num_classes:
     raise ValueError(f'config.num_classes={num_classes} must be the number of classes')
   if head not in HEADS:
@@ -98,7 +167,11 @@ def Model(  # noqa: N802  big_vision calls it by this name
     Integrator(num_samples=num_samples),
     rng_collection='dropout',
   )
-  return HeadModel(_backbone(base, head, settings), classifier)
+  backbone = _backbone(base, head, settings)
+  if loss_integrator is not None:
+    # Where train.py and the evaluators look for the loss that a config names.
+    importlib.import_module('big_vision.utils').het_nll = het_nll
+  return HeadModel(backbone, classifier, loss_integrator)
 
 
 def load(

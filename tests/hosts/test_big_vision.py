@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import flax.linen as nn
@@ -19,6 +20,7 @@ from flax import traverse_util
 
 from het_plugin.heads import Det, PredictiveLogits
 from het_plugin.hosts import big_vision as host
+from het_plugin.integrate import Integrator
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ('big_vision', 'overrides', 'ml_collections')
@@ -78,6 +80,45 @@ def test_the_parameters_of_model_and_head_are_side_by_side():
   assert out['logits'] is logits and out['trained']
 
 
+@pytest.fixture
+def utils(monkeypatch):
+  """An empty module in the place of big_vision.utils, to which a model gives its loss."""
+  module = types.ModuleType('big_vision.utils')
+  monkeypatch.setitem(sys.modules, module.__name__, module)
+  monkeypatch.setattr(host, '_backbone', lambda *_: Backbone())
+  return module
+
+
+@pytest.mark.slow
+def test_the_fitted_loss_is_that_of_the_integrator(utils):
+  model = host.Model(K, base='vit', head='het_xl', num_factors=2, loss_samples=2)
+  params = {'params': init(model)}
+  rngs = {'dropout': jax.random.PRNGKey(1)}
+  hot = jax.nn.one_hot(jnp.arange(BATCH) % K, K)
+
+  @jax.jit
+  def found(params, labels):
+    logits, _ = model.apply(params, IMAGES, train=True, rngs=rngs)
+    plain, _ = model.apply(params, IMAGES)
+    nll = Integrator(2).nll(logits.gaussian, labels.argmax(-1), logits.keys)
+    of_model = utils.het_nll(logits=logits, labels=labels, reduction=False)
+    in_evaluation = utils.het_nll(logits=plain, labels=labels)
+    return nll, of_model, in_evaluation, (-plain * labels).sum(-1).mean()
+
+  nll, of_model, in_evaluation, expected = found(params, hot)
+  np.testing.assert_array_equal(of_model, nll)
+  assert len(np.unique(nll)) > K  # each image has draws of its own
+  np.testing.assert_allclose(in_evaluation, expected, rtol=1e-5)
+  mixed = found(params, hot.at[0].set(0.25))[1]
+  assert np.isnan(mixed[0]) and np.isfinite(mixed[1:]).all()
+
+
+def test_a_complete_run_ends_without_an_error():
+  """What the last statement of train.py does."""
+  sharding = jax.sharding.PositionalSharding(jax.devices())
+  assert jax.device_put(np.ones(jax.device_count()), sharding).sum() == jax.device_count()
+
+
 def test_a_model_without_pre_logits_is_refused():
   model = host.HeadModel(Backbone('features'), PredictiveLogits(Det(K)))
   with pytest.raises(ValueError, match=r"config\.model\.base: .* has no out\['pre_logits'\]"):
@@ -91,6 +132,7 @@ def test_a_model_without_pre_logits_is_refused():
     (K, {'head': 'hetxl'}, r"config\.model\.head='hetxl' .* one of det, het, het_h, het_xl"),
     (K, {'head': 'het', 'temperature': 'learned'}, "temperature='learned' must be a number, or"),
     (K, {'head': 'het', 'temperature': {'tau': 1}}, 'some of tau_min, tau_max, initial_tau'),
+    (K, {'head': 'het', 'loss_samples': 4, 'link': 'sigmoid'}, "loss_samples=4 needs link='softm"),
     (K, {'head': 'het', 'num_samples': 0}, r'Integrator\.num_samples=0 must be a whole number'),
   ],
 )
@@ -297,6 +339,14 @@ def test_train_py_trains_evaluates_and_resumes(train, patterns, tmp_path):
   resumed = train('het_xl', warm, epochs=6)
   assert set(resumed) - set(het_xl) <= set(range(21, 31)) and 30 in resumed
   assert resumed[21]['training_loss'] < 0.1 and resumed[30]['test/prec@1'] > 0.9
+
+
+@needs_big_vision
+@pytest.mark.slow
+def test_train_py_trains_with_the_fitted_loss(train):
+  measured = train('fitted', 'head=het_xl,loss=het_nll')
+  assert measured[20]['test/loss'] < 0.5 * measured[4]['test/loss']
+  assert measured[20]['test/prec@1'] > 0.9
 
 
 @needs_big_vision
