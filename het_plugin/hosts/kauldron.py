@@ -9,7 +9,7 @@ Metrics that Kauldron has, such as `kd.metrics.Accuracy`, read 'preds.logits' un
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -82,11 +82,26 @@ class Head(nn.Module):
     return {'logits': logits, 'gaussian': gaussian, 'keys': keys}
 
 
+@struct.dataclass
+class MaskedMean(kd.losses.Loss.State):
+  """The mean of a loss without the rows whose mask is 0; Kauldron's multiplies a NaN by it."""
+
+  @classmethod
+  def from_values(
+    cls, values: jax.Array, mask: jax.Array | None = None, **settings: Any
+  ) -> 'MaskedMean':
+    if mask is not None:
+      values = jnp.where(mask > 0, values, 0.0)
+    return super().from_values(values=values, mask=mask, **settings)
+
+
 @dataclasses.dataclass(eq=True, frozen=True, kw_only=True)
 class Nll(kd.losses.Loss):
   """The negative log-likelihood of labels (`Integrator.nll`), with samples placed by the label.
 
-  Its values are float32 [B, 1], so a mask is [B, 1] as for Kauldron's own losses.
+  Its values are float32 [B, 1], so a mask is [B, 1] as for Kauldron's own losses. Rows whose mask
+  is 0 have no part in the loss, whatever their labels are. For the gradient of the parameters phi
+  must be finite there, too.
 
   Attributes:
     labels: key of class ids, int [B, L] padded with -1, [B, 1] for one label.
@@ -99,6 +114,8 @@ class Nll(kd.losses.Loss):
   gaussian: kontext.Key = 'preds.gaussian'
   keys: kontext.Key = 'preds.keys'
   integrator: AnyIntegrator = Integrator()
+
+  State: ClassVar[type[MaskedMean]] = MaskedMean
 
   def __post_init__(self) -> None:
     check_integrator('Nll', self.integrator)

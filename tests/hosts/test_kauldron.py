@@ -47,6 +47,25 @@ def test_the_loss_is_that_of_the_integrator():
   np.testing.assert_allclose(loss, 0.5 * (nll[0] + nll[2]) / 2, rtol=1e-6)
 
 
+def test_rows_whose_mask_is_0_cannot_make_the_loss_nan():
+  layer = het.Head(Det(3))
+  params = layer.init(jax.random.key(1), PHI, is_training_property=False)
+  labels = LABELS.at[1].set(7)  # no class
+  mask = jnp.array([[1.0], [0.0], [1.0], [1.0]])
+
+  @jax.jit
+  @jax.value_and_grad
+  def found(params, phi, labels, mask):
+    out = layer.apply(params, phi, is_training_property=False)
+    return het.Nll()(labels=labels, gaussian=out['gaussian'], keys=out['keys'], mask=mask)
+
+  expected = found(params, PHI, LABELS, mask)
+  jax.tree.map(np.testing.assert_array_equal, found(params, PHI, labels, mask), expected)
+  loss, _ = found(params, PHI.at[1].set(jnp.nan), labels, mask)
+  np.testing.assert_array_equal(loss, expected[0])
+  assert np.isnan(found(params, PHI, labels, jnp.ones((4, 1)))[0])
+
+
 def test_their_losses_of_the_logits_are_ours():
   out, _ = outputs(HetXL(3, num_factors=2))
   log_p = Integrator().log_prob(out['gaussian'], out['keys'])[jnp.arange(4), LABELS[:, 0]]
