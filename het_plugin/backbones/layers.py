@@ -21,7 +21,7 @@ Remat = Literal['none', 'dots', 'full']
 
 
 def check_dtype(module: nn.Module) -> None:
-  """Raises ValueError if the attribute dtype is no floating type."""
+  """Raises ValueError if the attribute dtype is no floating type, or one that JAX would narrow."""
   try:
     is_floating = jnp.issubdtype(module.dtype, jnp.floating)
   except TypeError:  # numpy does not know the name
@@ -30,6 +30,11 @@ def check_dtype(module: nn.Module) -> None:
     raise ValueError(
       f'{type(module).__name__}.dtype={module.dtype!r} must be a floating type such as '
       "'float32' or 'bfloat16'"
+    )
+  if jax.dtypes.canonicalize_dtype(module.dtype) != jnp.dtype(module.dtype):
+    raise ValueError(
+      f'{type(module).__name__}.dtype={module.dtype!r} would be float32, because jax_enable_x64 is '
+      "off: take 'float32', or set JAX_ENABLE_X64=1"
     )
 
 

@@ -4,6 +4,7 @@ An example is an image with class labels or with captions.
 """
 
 import dataclasses
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -15,6 +16,8 @@ TRAIN_SPLIT = 'train'  # the split that is augmented, and by default endless
 @dataclasses.dataclass(frozen=True)
 class TaskInfo:
   """Metadata of a task of images [H, W, C] with class labels 0 .. K - 1.
+
+  Raises ValueError if the names of two classes differ in their Unicode composition only.
 
   multi_label: whether examples may have several labels, or none.
   channels: C.
@@ -52,6 +55,16 @@ class TaskInfo:
   label_distribution: Callable[[str, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = (
     dataclasses.field(default=None, compare=False)
   )
+
+  def __post_init__(self) -> None:
+    composed = {}
+    for name in self.class_names or ():
+      other = composed.setdefault(unicodedata.normalize('NFC', name), name)
+      if other != name:
+        raise ValueError(
+          f'classes {other!a} and {name!a} are both written {other!r}, and differ in their Unicode '
+          'composition only: give them one name'
+        )
 
   def knows_truth(self, split: str) -> bool:
     """Whether `true_classes` has those of a whole split; those of an endless one need its seed."""

@@ -114,6 +114,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
         stacklevel=2,
       )
     weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+    if not weight.any():  # which scikit-learn refuses from 1.9 on
+      raise ValueError('sample_weight is 0 for all rows: it must be above 0 for at least one')
     if len(encoded.classes) < 2 and encoded.kind != 'indicator':
       raise ValueError(
         f'{type(self).__name__} needs at least 2 classes; y has one class only, '

@@ -2,6 +2,7 @@
 
 import numbers
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -17,7 +18,7 @@ def check_sizes(owner: str, or_none: str = '', **sizes: int | None) -> None:
 
 
 def check_dtype(owner: str, dtype: DTypeLike) -> None:
-  """Raises ValueError if it is no floating type."""
+  """Raises ValueError if it is no floating type, or one that JAX would narrow."""
   try:
     is_floating = jnp.issubdtype(dtype, jnp.floating)
   except TypeError:  # numpy does not know the name
@@ -25,4 +26,9 @@ def check_dtype(owner: str, dtype: DTypeLike) -> None:
   if not is_floating:
     raise ValueError(
       f"{owner}.dtype={dtype!r} must be a floating type such as 'float32' or 'bfloat16'"
+    )
+  if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+    raise ValueError(
+      f'{owner}.dtype={dtype!r} would be float32, because jax_enable_x64 is off: take '
+      "'float32', or set JAX_ENABLE_X64=1"
     )

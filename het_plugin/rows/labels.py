@@ -65,7 +65,8 @@ def check_weights(
     listed: bool [N, L], where there is a label.
 
   Raises:
-    ValueError: weights are negative or not finite, or those of an example's labels do not sum to 1.
+    ValueError: weights are negative or not finite, those of an example's labels do not sum to 1, or
+      those of all examples are 0.
   """
   if label_weight is not None:
     shares = np.where(listed, label_weight, 0)
@@ -80,3 +81,5 @@ def check_weights(
   if weight is not None and (wrong := ~(np.isfinite(weight) & (weight >= 0))).any():
     i = int(np.flatnonzero(wrong)[0])
     raise ValueError(f'{where}: weight of example {i} is {weight[i]}; it must be at least 0.')
+  if weight is not None and weight.size and not weight.any():
+    raise ValueError(f'{where}: weight of all examples is 0; it must be above 0 for at least one.')

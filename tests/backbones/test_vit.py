@@ -121,6 +121,7 @@ def test_sharded_values_and_gradients_are_those_of_one_device():
   [
     ({'widht': 8}, 'widht: .*width'),
     ({'dtype': 'bf16'}, "ViT.dtype='bf16' must be a floating type"),
+    ({'dtype': 'float64'}, "ViT.dtype='float64' would be float32, because jax_enable_x64 is off"),
     ({'dtype': 'int32'}, "ViT.dtype='int32' must be a floating type"),
     ({'norm_epsilon': -1e-6}, r'ViT.norm_epsilon=-1e-06 must be in \[0, 1\)'),
     ({'num_heads': 5}, 'width=768 .*num_heads=5'),

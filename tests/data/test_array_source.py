@@ -189,6 +189,11 @@ BAD_FILES = {
     'label': np.zeros(2, int),
     'weight': np.array(['1', '2']),
   },
+  'weight of all examples is 0; it must be above 0': {
+    'image': images(2),
+    'label': np.zeros(2, int),
+    'weight': np.zeros(2),
+  },
   r'class_name is \(2, 1\); .*\[K\]': {
     'image': images(2),
     'label': np.arange(2),

@@ -91,6 +91,14 @@ def test_a_class_that_is_not_named_in_utf8_is_named(tmp_path, image_files):
     ImageFolderSource(str(tmp_path))
 
 
+def test_classes_that_differ_in_unicode_composition_only_are_named(tmp_path, image_files):
+  for name in ('caf\xe9', 'cafe\u0301'):
+    image_files.write(tmp_path / name, 1)
+  message = r"classes 'cafe\\u0301' and 'caf\\xe9' are both written .* one name"
+  with pytest.raises(ValueError, match=message):
+    ImageFolderSource(str(tmp_path))
+
+
 def test_what_is_no_regular_file_is_unreadable(tmp_path):
   (tmp_path / 'dangling.jpg').symlink_to('nowhere')
   (tmp_path / 'folder.jpg').mkdir()

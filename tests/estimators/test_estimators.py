@@ -278,6 +278,8 @@ def test_wrong_class_weights_are_one_sentence():
   ):
     with pytest.raises(ValueError, match=message):
       DetClassifier(class_weight=wrong).fit(x, y)
+  with pytest.raises(ValueError, match='one non-zero number|sample_weight is 0 for all rows'):
+    DetClassifier().fit(x, y, sample_weight=np.zeros(20))
   with pytest.raises(ValueError, match="needs one class per row; y is of the kind 'indicator'"):
     DetClassifier(class_weight='balanced').fit(x, np.eye(4, dtype=int)[y])
 

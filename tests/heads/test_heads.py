@@ -452,6 +452,7 @@ def test_an_export_takes_any_batch_size(name, link, method, num_samples):
     (HetH(K, num_buckets=3.0), r'HetH\.num_buckets=3\.0 must be .*, at least 1, or None for D'),
     (HetXL(K, noise_dim=3.0), r'HetXL\.noise_dim=3\.0 must be .* 1, or None to share W'),
     (HetXL(K, dtype='bf16'), r"HetXL\.dtype='bf16' must be a floating type such as 'float32'"),
+    (Det(K, dtype='float64'), r"Det\.dtype='float64' would be float32, because jax_enable_x64 is"),
     (Det(K, dtype=jnp.int8), r'Det\.dtype=.*int8.* must be a floating type'),
     (Het(K, parametrization='dense'), 'efficient, full'),
     (Het(K, parametrization='full', factor_bias=True), 'factor_bias'),
