@@ -13,7 +13,7 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from het_plugin.data import reader, sources, tasks
+from het_plugin.data import reader, sources, tasks, vocabularies
 from het_plugin.data import splits as splits_lib
 
 if tf.config.get_visible_devices('GPU'):
@@ -120,12 +120,57 @@ class SeqioTask(seqio.Task):
     return blocks.unbatch().prefetch(tf.data.AUTOTUNE)
 
 
+class _Tokenizer(seqio.Vocabulary):
+  """A `vocabularies.TokenizerFile` for seqio."""
+
+  def __init__(self, vocabulary: vocabularies.TokenizerFile):
+    super().__init__()
+    self._of_file = vocabulary
+
+  @property
+  def eos_id(self) -> int:
+    return self._of_file.eos_id
+
+  @property
+  def unk_id(self) -> int | None:
+    return None
+
+  @property
+  def _base_vocab_size(self) -> int:
+    return self._of_file.vocab_size
+
+  def _encode(self, s: str) -> Sequence[int]:
+    return self._of_file.encode(s)
+
+  def _decode(self, ids: Sequence[int]) -> str:
+    return self._of_file.decode(ids)
+
+  def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
+    encode = lambda text: np.asarray(self._encode(text.decode()), np.int32)  # noqa: E731
+    return tf.ensure_shape(tf.numpy_function(encode, [s], tf.int32), [None])
+
+  def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:
+    return tf.numpy_function(lambda row: self._decode(row.tolist()).encode(), [ids], tf.string)
+
+
+def _of_seqio(vocabulary: vocabularies.Vocabulary) -> seqio.Vocabulary:
+  """The vocabulary of seqio with the same ids."""
+  if isinstance(vocabulary, vocabularies.ByteVocabulary):
+    return seqio.ByteVocabulary()
+  if isinstance(vocabulary, vocabularies.SentencePieceVocabulary):
+    return seqio.SentencePieceVocabulary(vocabulary.path)
+  if isinstance(vocabulary, vocabularies.TokenizerFile):
+    return _Tokenizer(vocabulary)
+  return vocabulary
+
+
 def _output_features(task: tasks.ImageTask) -> dict[str, seqio.Feature]:
   if task.vocabulary is None:
     label = seqio.Feature(seqio.PassThroughVocabulary(size=1), add_eos=False, dtype=tf.int32)
     annotation = {'label': label}
   else:
-    annotation = {'text': seqio.Feature(task.loaded_vocabulary, add_eos=True, dtype=tf.int32)}
+    vocabulary = _of_seqio(task.loaded_vocabulary)
+    annotation = {'text': seqio.Feature(vocabulary, add_eos=True, dtype=tf.int32)}
   return {
     'image': seqio.ContinuousFeature(dtype=tf.float32, rank=3),
     **annotation,

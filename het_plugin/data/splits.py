@@ -8,7 +8,11 @@ See https://www.tensorflow.org/datasets/splits; sums of splits are not supported
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
+
+_BOUND = r'-?\d[\d_]*(?:\.\d+)?%|-?\d[\d_]*'
+_SLICE = re.compile(rf'\[(?P<start>{_BOUND})?:(?P<stop>{_BOUND})?\]')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,21 +71,38 @@ def resolve(split: str, splits: Mapping[str, int | None], task: str = 'the task'
     raise ValueError(
       f'split is {split!r}; slices by shard are not supported: give records or percent.'
     )
-  import tensorflow_datasets as tfds  # takes half a second
-
-  info = tfds.core.SplitInfo(name=name, shard_lengths=[num_records], num_bytes=0)
   try:
-    (part,) = tfds.core.ReadInstruction.from_spec(split).to_absolute({name: info})
+    start, stop = _bounds(split[len(name) :], num_records)
   except ValueError as error:
     raise ValueError(
       f'split is {split!r}; the split {name!r} of {task} has {num_records} records: a slice of it '
       f"is in records ('{name}[:20]', '{name}[-5:]') or in percent ('{name}[10%:20%]')."
     ) from error
-  start = part.from_ or 0
-  stop = num_records if part.to is None else part.to
   if start >= stop:
     raise ValueError(
       f'split is {split!r}, which is empty: records {start} to {stop} of {name!r} of {task}, which '
       f'has {num_records} records.'
     )
   return SplitPart(name, start, stop - start)
+
+
+def _bounds(bounds: str, num_records: int) -> tuple[int, int]:
+  """The first record, and the one after the last, of '[10%:]', for example; or ValueError."""
+  match = _SLICE.fullmatch(bounds)
+  if match is None or not (match['start'] or match['stop']):
+    raise ValueError('not a slice')
+  units = {bound[-1] == '%' for bound in match.groups() if bound}
+  if len(units) > 1:
+    raise ValueError('records and percent')
+  found = []
+  for bound, default in ((match['start'], 0), (match['stop'], num_records)):
+    if not bound:
+      found.append(default)
+      continue
+    value = float(bound.rstrip('%'))
+    if abs(value) > (100 if bound.endswith('%') else num_records):
+      raise ValueError('beyond the last record')
+    record = round(value * num_records / 100) if bound.endswith('%') else int(bound)
+    # As in TFDS, a percentage that rounds to -0 is the first record.
+    found.append(record + num_records if record < 0 else record)
+  return found[0], found[1]

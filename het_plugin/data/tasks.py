@@ -2,6 +2,7 @@
 ones. docs/data.md has a table of them.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -22,8 +23,8 @@ from het_plugin.data import reader as reader_lib
 from het_plugin.data import splits as splits_lib
 from het_plugin.data.sources import ExampleSource, ImageTextInfo, TaskInfo
 
-if TYPE_CHECKING:  # seqio imports TensorFlow, which only captions need
-  import seqio
+if TYPE_CHECKING:
+  from het_plugin.data.vocabularies import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class ImageTask:
   examples: ExampleSource
   preprocessors: Sequence[pp.Preprocessor] = ()
   eval_preprocessors: Sequence[pp.Preprocessor] = ()
-  vocabulary: 'str | seqio.Vocabulary | None' = None
+  vocabulary: 'str | Vocabulary | None' = None
 
   @property
   def info(self) -> TaskInfo | ImageTextInfo:
@@ -55,7 +56,7 @@ class ImageTask:
     return dataclasses.replace(info, vocabulary=name, vocab_size=vocabulary.vocab_size)
 
   @property
-  def loaded_vocabulary(self) -> 'seqio.Vocabulary':
+  def loaded_vocabulary(self) -> 'Vocabulary':
     from het_plugin.data import vocabularies
 
     return vocabularies.get_vocabulary(self.vocabulary)
@@ -155,8 +156,12 @@ _CAPTIONED = (pp.Resize(),)
 
 
 def _tfds(name: str, source: str = 'TfdsSource') -> ExampleSource:
-  from het_plugin.data import tfds_source  # takes time to import
-
+  try:
+    from het_plugin.data import tfds_source  # takes time to import
+  except ImportError as error:
+    raise ValueError(
+      f"tfds:{name} needs TensorFlow Datasets: pip install 'het_plugin[tfds]' ({error})."
+    ) from error
   return getattr(tfds_source, source)(name)
 
 
@@ -208,7 +213,7 @@ def add_image_task(
 def add_image_text_task(
   name: str,
   source: ExampleSource,
-  vocabulary: 'str | seqio.Vocabulary | None' = None,
+  vocabulary: 'str | Vocabulary | None' = None,
   preprocessors: Sequence[pp.Preprocessor] = (),
   eval_preprocessors: Sequence[pp.Preprocessor] = (),
 ) -> ImageTask:
@@ -248,13 +253,13 @@ def names() -> tuple[str, ...]:
   return tuple(sorted(_TASKS))
 
 
-def own_vocabulary(name: Any) -> 'str | seqio.Vocabulary | None':
+def own_vocabulary(name: Any) -> 'str | Vocabulary | None':
   """`ImageTask.vocabulary` of the task with a name, whose data need not be here."""
   task = _given(name)
   return _MAKERS[_prefix(name)[0]][-1] if task is None else task.vocabulary
 
 
-def get_task(name: Any, vocabulary: 'str | seqio.Vocabulary | None' = None) -> ImageTask:
+def get_task(name: Any, vocabulary: 'str | Vocabulary | None' = None) -> ImageTask:
   """The task with a name, or `name` itself if it is an ImageTask.
 
   `vocabulary` replaces the task's own vocabulary of captions, see get_vocabulary.
@@ -309,10 +314,11 @@ def _prefix(name: str) -> tuple[str, str]:
   prefix, argument = _split(name)
   if prefix is not None:
     return prefix, argument
-  from het_plugin.data import tfds_source  # takes time to import
+  with contextlib.suppress(ImportError):  # without TensorFlow Datasets there are none of its names
+    from het_plugin.data import tfds_source  # takes time to import
 
-  if tfds_source.exists(str(name)):
-    return 'tfds', name
+    if tfds_source.exists(str(name)):
+      return 'tfds', name
   if os.path.isdir(name):
     return 'image_folder', name
   raise ValueError(

@@ -1,12 +1,13 @@
-"""Converts texts to token ids with seqio's vocabularies: bytes, a SentencePiece model, or the
-tokenizer of a published text tower.
+"""Converts texts to token ids: bytes, a SentencePiece model, or the tokenizer of a published text
+tower. Ids are those of seqio's vocabularies; a vocabulary of seqio is one here, too.
 """
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
-import seqio
-import tensorflow as tf
 from etils import epath
 
 from het_plugin.data.annotations import END, PADDING, token_rows
@@ -14,19 +15,92 @@ from het_plugin.data.locked_cache import locked_cache
 
 BYTES = 'bytes'
 TOKENIZER = 'tokenizer.json'
-_OF_BYTES = seqio.ByteVocabulary()
+_NUM_SPECIAL = 3  # of bytes: padding, end-of-sequence and unknown
 
 
-class TokenizerFile(seqio.Vocabulary):
+class Vocabulary(Protocol):
+  """What a text is encoded with.
+
+  vocab_size: the largest id + 1, or more.
+  eos_id: the id of end-of-sequence, which `encode` does not append.
+  """
+
+  @property
+  def vocab_size(self) -> int: ...
+
+  @property
+  def eos_id(self) -> int: ...
+
+  def encode(self, s: str) -> Sequence[int]:
+    """The token ids of a text."""
+    ...
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """The text of token ids, up to the first end-of-sequence."""
+    ...
+
+
+class ByteVocabulary:
+  """The bytes of UTF-8, after 3 special ids."""
+
+  vocab_size = _NUM_SPECIAL + 256
+  eos_id = END
+
+  def encode(self, s: str) -> list[int]:
+    return [byte + _NUM_SPECIAL for byte in s.encode()]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    tokens = (i - _NUM_SPECIAL for i in _before_end(ids) if _NUM_SPECIAL <= i < self.vocab_size)
+    return bytes(tokens).decode(errors='ignore')
+
+
+class SentencePieceVocabulary:
+  """A SentencePiece model whose padding is id 0 and whose end-of-sequence is id 1."""
+
+  eos_id = END
+
+  def __init__(self, path: str):
+    """ValueError if the library is missing, the file is no model, or has other special ids."""
+    try:
+      import sentencepiece
+    except ImportError as error:
+      raise ValueError(
+        f'vocabulary is {path!r}; reading it needs a library: pip install sentencepiece'
+      ) from error
+    try:
+      self._model = sentencepiece.SentencePieceProcessor(model_proto=epath.Path(path).read_bytes())
+    except Exception as error:  # the type depends on the version
+      raise ValueError(f'vocabulary is {path!r}; it is not a SentencePiece model.') from error
+    ids = self._model.pad_id(), self._model.eos_id()
+    if ids != (PADDING, END):
+      raise ValueError(
+        f'vocabulary is {path!r}; its ids of padding and end-of-sequence are {ids} and must be '
+        f'{(PADDING, END)}: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1.'
+      )
+    self.path = path
+
+  @property
+  def vocab_size(self) -> int:
+    return self._model.get_piece_size()
+
+  def encode(self, s: str) -> list[int]:
+    return self._model.encode(s)
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return self._model.decode(_before_end(ids))
+
+
+class TokenizerFile:
   """The tokenizer of a published text tower, a tokenizer.json of the tokenizers library.
 
   Ids are theirs + 2, after padding (0) and end-of-sequence (1), which the tower has as rows of its
   own (`weights.read_text_tower`). A start-of-sequence that the tokenizer adds is kept.
   """
 
+  eos_id = END
+
   def __init__(self, path: str):
     """ValueError if the tokenizers library is not installed, or the file cannot be read."""
-    super().__init__()
     try:
       import tokenizers
     except ImportError as error:
@@ -44,87 +118,61 @@ class TokenizerFile(seqio.Vocabulary):
     self.path = path
 
   @property
-  def eos_id(self) -> int:
-    return END
-
-  @property
-  def unk_id(self) -> int | None:
-    return None
-
-  @property
-  def _base_vocab_size(self) -> int:
+  def vocab_size(self) -> int:
     return self._largest + 1 + 2
 
-  def _encode(self, s: str) -> list[int]:
+  def encode(self, s: str) -> list[int]:
     ids = self._tokenizer.encode(s).ids
     return [i + 2 for i in (ids[:-1] if ids and ids[-1] == self._end else ids)]
 
-  def _decode(self, ids: Sequence[int]) -> str:
-    return self._tokenizer.decode([i - 2 for i in ids if i > END])
-
-  def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
-    encode = lambda text: np.asarray(self._encode(text.decode()), np.int32)  # noqa: E731
-    return tf.ensure_shape(tf.numpy_function(encode, [s], tf.int32), [None])
-
-  def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:
-    return tf.numpy_function(lambda row: self._decode(row.tolist()).encode(), [ids], tf.string)
+  def decode(self, ids: Iterable[int]) -> str:
+    return self._tokenizer.decode([i - 2 for i in _before_end(ids) if i > END])
 
 
-def get_vocabulary(name: str | seqio.Vocabulary | None = None) -> seqio.Vocabulary:
+def _before_end(ids: Iterable[int]) -> list[int]:
+  return list(itertools.takewhile(lambda i: i != END, map(int, ids)))
+
+
+def get_vocabulary(name: str | Vocabulary | None = None) -> Vocabulary:
   """The vocabulary with a name, the same object for the same name; or `name` itself if it is one.
 
-  Names are 'bytes' (seqio.ByteVocabulary: the bytes of UTF-8 and 3 special ids, 259 in all; also
-  None), and the paths of a SentencePiece model, which ends in .model, and of a tokenizer.json
-  (`TokenizerFile`).
+  Names are 'bytes' (`ByteVocabulary`: 259 ids; also None), and the paths of a SentencePiece model,
+  which ends in .model, and of a tokenizer.json (`TokenizerFile`).
 
   Raises:
     ValueError: the name is unknown, the file does not exist, or the model's padding is not id 0 or
       its end-of-sequence not id 1.
   """
-  return name if isinstance(name, seqio.Vocabulary) else _named(name)
+  return _named(name) if name is None or not hasattr(name, 'eos_id') else name
 
 
 @locked_cache
-def _named(name: str | None) -> seqio.Vocabulary:
+def _named(name: Any) -> Vocabulary:
   if name in (None, BYTES):
-    return _OF_BYTES
+    return _of_bytes()
   if not isinstance(name, str) or not name.endswith(('.model', TOKENIZER)):
     raise ValueError(
       f'vocabulary is {name!r}; it must be {BYTES!r} or the path of a .model file or a {TOKENIZER}.'
     )
   if not epath.Path(name).exists():
     raise ValueError(f'vocabulary is {name!r}; there is no such file.')
-  if name.endswith(TOKENIZER):
-    return TokenizerFile(name)
-  vocabulary = seqio.SentencePieceVocabulary(name)
-  try:
-    tokenizer = vocabulary.tokenizer
-  except Exception as error:  # protobuf's or SentencePiece's type, depending on their versions
-    raise ValueError(f'vocabulary is {name!r}; it is not a SentencePiece model.') from error
-  # Read from the model itself, because seqio's `pad_id` is always 0.
-  ids = tokenizer.pad_id(), tokenizer.eos_id()
-  if ids != (PADDING, END):
-    raise ValueError(
-      f'vocabulary is {name!r}; its ids of padding and end-of-sequence are {ids} and must be '
-      f'{(PADDING, END)}: train it with pad_id=0, eos_id=1, unk_id=2, bos_id=-1.'
-    )
-  return vocabulary
+  return TokenizerFile(name) if name.endswith(TOKENIZER) else SentencePieceVocabulary(name)
 
 
-def vocabulary_name(vocabulary: seqio.Vocabulary) -> str:
+@functools.cache
+def _of_bytes() -> ByteVocabulary:
+  return ByteVocabulary()
+
+
+def vocabulary_name(vocabulary: Vocabulary) -> str:
   """The name of a vocabulary in get_vocabulary, or another description of it."""
-  if isinstance(vocabulary, seqio.ByteVocabulary):
+  if type(vocabulary).__name__ == 'ByteVocabulary':  # seqio's is the same
     return BYTES
-  if isinstance(vocabulary, TokenizerFile):
-    return vocabulary.path
-  if isinstance(vocabulary, seqio.SentencePieceVocabulary):
-    return vocabulary.sentencepiece_model_file
-  return str(vocabulary)
+  of_seqio = getattr(vocabulary, 'sentencepiece_model_file', None)
+  return getattr(vocabulary, 'path', of_seqio) or str(vocabulary)
 
 
-def tokenize(
-  vocabulary: str | seqio.Vocabulary | None, texts: Sequence[str], length: int
-) -> np.ndarray:
+def tokenize(vocabulary: str | Vocabulary | None, texts: Sequence[str], length: int) -> np.ndarray:
   """Token ids for a text tower, int32 [N, L].
 
   Every row has the tokens of a text, then end-of-sequence (1), then padding (0). A text of L or

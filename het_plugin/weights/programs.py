@@ -29,7 +29,7 @@ CLASS_NAMES = 'class_names.txt'
 # What each format needs, and what brings it.
 NEEDED = {
   'stablehlo': (('flatbuffers',), 'flatbuffers'),
-  'saved_model': (('tensorflow',), "'het_plugin[train]'"),
+  'saved_model': (('tensorflow',), "'het_plugin[saved_model]'"),
   'onnx': (('onnx', 'onnxruntime'), "'het_plugin[onnx]'"),
 }
 # Names in the folder of a program, of any format.

@@ -9,7 +9,12 @@ from het_plugin.data import get_vocabulary, tokenize
 def test_bytes_need_no_file():
   vocabulary = get_vocabulary()
   assert vocabulary is get_vocabulary('bytes') is get_vocabulary(None)
-  assert vocabulary == seqio.ByteVocabulary() and vocabulary.vocab_size == 259
+  of_seqio = seqio.ByteVocabulary()
+  assert vocabulary.vocab_size == of_seqio.vocab_size == 259
+  text = 'größer \N{GRINNING FACE}'
+  assert vocabulary.encode(text) == of_seqio.encode(text)
+  for ids in ([100, 101, 1, 102], [0, 2, 5], [*vocabulary.encode(text)[:-1], 300]):
+    assert vocabulary.decode(ids) == of_seqio.decode(ids)
   np.testing.assert_array_equal(
     tokenize('bytes', ['ab', 'é'], 5), [[100, 101, 1, 0, 0], [0xC3 + 3, 0xA9 + 3, 1, 0, 0]]
   )

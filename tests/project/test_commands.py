@@ -143,3 +143,35 @@ def test_an_unsupported_version_is_one_sentence(name, version, tmp_path):
   message = f"jax {version}: pip install 'jax<0.13,>=0.10.2'\n"
   assert result.returncode == 2 and result.stderr.endswith(message)
   assert result.stderr.count('\n') == 1
+
+
+WITHOUT_TENSORFLOW = """
+import sys
+sys.modules |= dict.fromkeys(('tensorflow', 'tensorflow_datasets', 'tensorflow_text', 'seqio'))
+import numpy as np
+from het_plugin.data import tasks
+reader = tasks.get_task('glyph_names').reader(
+  'validation[:1%]', {'image': 16, 'text': 8}, augment=False, shuffle=False, seed=0, num_epochs=1
+)
+batch, _ = reader.read(np.arange(2))
+print(batch['text'].shape)
+try:
+  tasks.get_task('tfds:mnist')
+except ValueError as error:
+  print(error)
+sys.argv = ['train', *sys.argv[1:]]
+from het_plugin import train
+from het_plugin.config import command_line
+command_line.run(train.main)
+"""
+
+
+@pytest.mark.slow
+def test_training_and_captions_need_no_tensorflow(tmp_path):
+  arguments = ['gin/runs/digits_smoke.gin', 'gin/heads/het_xl.gin']
+  command = [sys.executable, '-c', WITHOUT_TENSORFLOW, *(f'--gin_file={x}' for x in arguments)]
+  command += ['--gin.TRAIN_STEPS=3', '--gin.WARMUP_STEPS=0', f'--gin.MODEL_DIR="{tmp_path}"']
+  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert result.returncode == 0, result.stderr
+  assert result.stdout.startswith("(2, 8)\ntfds:mnist needs TensorFlow Datasets: pip install 'het")
+  assert (tmp_path / 'checkpoint_3').is_dir()
