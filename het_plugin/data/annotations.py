@@ -2,14 +2,11 @@
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from het_plugin.data import counter_random
-
-if TYPE_CHECKING:
-  from het_plugin.data.vocabularies import Vocabulary
+from het_plugin.data.sources import Vocabulary
 
 PADDING = 0
 END = 1  # seqio's token ids, the same in all supported vocabularies
@@ -133,7 +130,7 @@ class Captions:
 
   noun = 'image-text pair'
 
-  def __init__(self, vocabulary: 'Vocabulary', length: int, at_random: bool):
+  def __init__(self, vocabulary: Vocabulary, length: int, at_random: bool):
     """`length` is L; `at_random` tells whether one of several captions is drawn."""
     self._vocabulary = vocabulary
     self.length = length

@@ -1,11 +1,11 @@
-"""The interface of data sets: examples that can be read by number, and metadata.
+"""The interface of data sets: examples that can be read by number, metadata and vocabularies.
 
 An example is an image with class labels or with captions.
 """
 
 import dataclasses
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -117,3 +117,25 @@ class ExampleSource(Protocol):
 
   def describe(self, split: str, example_id: int) -> str:
     """A name of the example for messages, such as the path of its file."""
+
+
+class Vocabulary(Protocol):
+  """What a text is encoded with.
+
+  vocab_size: the largest id + 1, or more.
+  eos_id: the id of end-of-sequence, which `encode` does not append.
+  """
+
+  @property
+  def vocab_size(self) -> int: ...
+
+  @property
+  def eos_id(self) -> int: ...
+
+  def encode(self, s: str) -> Sequence[int]:
+    """The token ids of a text."""
+    ...
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """The text of token ids, up to the first end-of-sequence."""
+    ...

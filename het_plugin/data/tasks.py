@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from het_plugin.data import (
   annotations,
@@ -21,10 +21,7 @@ from het_plugin.data import augment as augment_lib
 from het_plugin.data import preprocess as pp
 from het_plugin.data import reader as reader_lib
 from het_plugin.data import splits as splits_lib
-from het_plugin.data.sources import ExampleSource, ImageTextInfo, TaskInfo
-
-if TYPE_CHECKING:
-  from het_plugin.data.vocabularies import Vocabulary
+from het_plugin.data.sources import ExampleSource, ImageTextInfo, TaskInfo, Vocabulary
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,7 +35,7 @@ class ImageTask:
   examples: ExampleSource
   preprocessors: Sequence[pp.Preprocessor] = ()
   eval_preprocessors: Sequence[pp.Preprocessor] = ()
-  vocabulary: 'str | Vocabulary | None' = None
+  vocabulary: str | Vocabulary | None = None
 
   @property
   def info(self) -> TaskInfo | ImageTextInfo:
@@ -56,7 +53,7 @@ class ImageTask:
     return dataclasses.replace(info, vocabulary=name, vocab_size=vocabulary.vocab_size)
 
   @property
-  def loaded_vocabulary(self) -> 'Vocabulary':
+  def loaded_vocabulary(self) -> Vocabulary:
     from het_plugin.data import vocabularies
 
     return vocabularies.get_vocabulary(self.vocabulary)
@@ -213,7 +210,7 @@ def add_image_task(
 def add_image_text_task(
   name: str,
   source: ExampleSource,
-  vocabulary: 'str | Vocabulary | None' = None,
+  vocabulary: str | Vocabulary | None = None,
   preprocessors: Sequence[pp.Preprocessor] = (),
   eval_preprocessors: Sequence[pp.Preprocessor] = (),
 ) -> ImageTask:
@@ -253,13 +250,13 @@ def names() -> tuple[str, ...]:
   return tuple(sorted(_TASKS))
 
 
-def own_vocabulary(name: Any) -> 'str | Vocabulary | None':
+def own_vocabulary(name: Any) -> str | Vocabulary | None:
   """`ImageTask.vocabulary` of the task with a name, whose data need not be here."""
   task = _given(name)
   return _MAKERS[_prefix(name)[0]][-1] if task is None else task.vocabulary
 
 
-def get_task(name: Any, vocabulary: 'str | Vocabulary | None' = None) -> ImageTask:
+def get_task(name: Any, vocabulary: str | Vocabulary | None = None) -> ImageTask:
   """The task with a name, or `name` itself if it is an ImageTask.
 
   `vocabulary` replaces the task's own vocabulary of captions, see get_vocabulary.

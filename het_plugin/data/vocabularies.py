@@ -5,39 +5,18 @@ tower. Ids are those of seqio's vocabularies; a vocabulary of seqio is one here,
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from etils import epath
 
 from het_plugin.data.annotations import END, PADDING, token_rows
 from het_plugin.data.locked_cache import locked_cache
+from het_plugin.data.sources import Vocabulary
 
 BYTES = 'bytes'
 TOKENIZER = 'tokenizer.json'
 _NUM_SPECIAL = 3  # of bytes: padding, end-of-sequence and unknown
-
-
-class Vocabulary(Protocol):
-  """What a text is encoded with.
-
-  vocab_size: the largest id + 1, or more.
-  eos_id: the id of end-of-sequence, which `encode` does not append.
-  """
-
-  @property
-  def vocab_size(self) -> int: ...
-
-  @property
-  def eos_id(self) -> int: ...
-
-  def encode(self, s: str) -> Sequence[int]:
-    """The token ids of a text."""
-    ...
-
-  def decode(self, ids: Iterable[int]) -> str:
-    """The text of token ids, up to the first end-of-sequence."""
-    ...
 
 
 class ByteVocabulary:
