@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Generator
+from typing import Any
 
 import jax
 from absl import flags
@@ -18,6 +19,7 @@ from absl import logging as absl_logging
 from het_plugin import reporting
 
 _ORBAX = os.sep + 'orbax' + os.sep
+_LOOP_CLOSED = 'Event loop is closed'  # of asyncio
 _PACKAGE = os.sep + 'het_plugin' + os.sep
 # Lines of the C++ libraries, such as 'I0000 00:00:1795373126.290662    2334 port.cc:153] ...'.
 _NATIVE = re.compile(
@@ -44,6 +46,17 @@ def set_up() -> None:
     handler = absl_logging.get_absl_handler()
     handler.setFormatter(_ShortFormatter())
     handler.addFilter(is_shown)
+    sys.unraisablehook = show_unraisable
+
+
+def show_unraisable(found: Any) -> None:
+  """Leaves out arrays whose writing ends when the event loop of their checkpoint is closed.
+
+  If one array cannot be written, on a full disk, orbax waits for no other. Training says it in a
+  sentence.
+  """
+  if not isinstance(found.exc_value, RuntimeError) or str(found.exc_value) != _LOOP_CLOSED:
+    sys.__unraisablehook__(found)
 
 
 def is_shown(record: logging.LogRecord) -> bool:

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import types
 
 import pytest
 
@@ -40,6 +41,14 @@ def test_a_write_that_fails_is_told_by_training_alone(path, name):
   assert screen.is_shown(failed)
   failed.exc_info = (OSError, OSError('disk full'), None)
   assert not screen.is_shown(failed)
+
+
+@pytest.mark.parametrize(('message', 'shown'), [('Event loop is closed', False), ('other', True)])
+def test_nor_do_the_arrays_that_were_still_being_written_tell_it(monkeypatch, message, shown):
+  told = []
+  monkeypatch.setattr(sys, '__unraisablehook__', told.append)
+  screen.show_unraisable(types.SimpleNamespace(exc_value=RuntimeError(message)))
+  assert bool(told) is shown
 
 
 def native(monkeypatch, capfd):
