@@ -29,7 +29,7 @@ class AgreementScores:
   confidence: np.ndarray  # float [N], log p of the most probable class
   right: np.ndarray  # float64 [N], whether that class has the most votes; less where there are ties
   entropy: np.ndarray  # float64 [N], nats, of the model
-  entropy_of_people: np.ndarray | None  # the same of the votes; None with one label an example
+  entropy_of_people: np.ndarray  # the same of the votes
   bins: np.ndarray  # float64 [3, K, 15]: number, sum of p_k and number of y = k, by bins of p_k
 
 
@@ -57,8 +57,7 @@ def score_examples(
     parts.append((soft_label_nll(log_p, t), log_p.max(axis=1), right, *entropies))
     bins += _class_bins(p, majority)
   nll, confidence, right, entropy, of_people = map(np.concatenate, zip(*parts, strict=True))
-  several = labels.shape[1] > 1
-  return AgreementScores(nll, confidence, right, entropy, of_people if several else None, bins)
+  return AgreementScores(nll, confidence, right, entropy, of_people, bins)
 
 
 class Parts:
@@ -78,8 +77,7 @@ class Parts:
     if not self._columns:
       return None
     columns = zip(*self._columns, strict=True)
-    joined: list[Any] = [None if parts[0] is None else np.concatenate(parts) for parts in columns]
-    return AgreementScores(*joined, self._bins)
+    return AgreementScores(*map(np.concatenate, columns), self._bins)
 
 
 def summarize(scores: AgreementScores, ood_log_prob: np.ndarray | None = None) -> dict[str, float]:
@@ -97,18 +95,18 @@ def summarize(scores: AgreementScores, ood_log_prob: np.ndarray | None = None) -
     ood_log_prob: [M, K] of examples from another distribution; None leaves out `ood_auroc`.
 
   Returns:
-    'soft_label_nll', 'disagreement_correlation' (only where an example has several labels),
+    'soft_label_nll', 'disagreement_correlation' (only where people differ on an example),
     'correctness_auroc' (that a right answer is more confident than a wrong one),
     'selective_accuracy' at coverage 0.8, 'classwise_ece', and 'ood_auroc' (that an example is more
     confident than one of another distribution). Right is the class with the most votes; of classes
     with equally many, and of equally probable ones, each counts its share. An AUROC is
     NaN if there is nothing to tell apart, as where every answer is right, and the correlation where
-    people agree on every example.
+    the model is equally certain of every example.
   """
   top = scores.confidence
   right = scores.right
   found = {'soft_label_nll': float(scores.soft_label_nll.mean())}
-  if scores.entropy_of_people is not None:
+  if scores.entropy_of_people.any():
     both = scores.entropy, scores.entropy_of_people
     varies = all(np.ptp(x) > 0 for x in both)  # else scipy warns
     found['disagreement_correlation'] = (

@@ -4,6 +4,7 @@ B examples, K classes; a mask float32 [B] is 1 for real rows and 0 for padding.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,8 @@ class DisagreementCorrelation(clu_metrics.Metric):
   examples by bins of both entropies instead, and the examples of a bin are ties. The bins are
   equally wide in the square root of the entropy over log K, so finer where predictions are certain.
   """
+
+  absent_if_nan: ClassVar[bool] = True  # as where each example has one label
 
   # float32 [ENTROPY_BINS, ENTROPY_BINS], rows by bins of the predictions' entropy and of people's
   count: jax.Array

@@ -52,10 +52,15 @@ def is_finite(metrics: Metrics) -> bool:
 
 
 def compute_metrics(metrics: Metrics) -> dict[str, float]:
-  """Values of clu metrics; a metric whose value is a mapping gives one entry per key."""
+  """Values of clu metrics; a metric whose value is a mapping gives one entry per key.
+
+  A metric with `absent_if_nan` gives none if it is not defined for the examples.
+  """
   values = {}
   for name, metric in metrics.items():
     value = metric.compute()
+    if getattr(metric, 'absent_if_nan', False) and np.isnan(value):
+      continue
     values |= value if isinstance(value, Mapping) else {name: value}
   return {name: float(value) for name, value in values.items()}
 

@@ -73,10 +73,12 @@ def test_the_summary_of_predictions(data, monkeypatch):
   assert one['soft_label_nll'] == pytest.approx(nll)
   right = summarize(log_p, log_p.argmax(axis=1)[:, None])
   assert np.isnan(right['correctness_auroc'])  # there is no wrong answer
+  for people in ([label, label], [label, -1 + 0 * label]):  # who agree, and one each
+    assert 'disagreement_correlation' not in summarize(log_p, np.stack(people, axis=1))
   with warnings.catch_warnings():
     warnings.simplefilter('error')
-    agreed = summarize(log_p, np.stack([label, label], axis=1))
-  assert np.isnan(agreed['disagreement_correlation'])
+    even = summarize(np.log(np.full((80, 4), 0.25)), np.array([[0, 1], [0, 0]] * 40))
+  assert np.isnan(even['disagreement_correlation'])
 
 
 def test_ties_do_not_depend_on_the_numbers_of_the_classes():
