@@ -70,12 +70,11 @@ class Model:
     if self.tau is None:
       low, high = self.tau_range
       temperature = heads.LearnedTemperature(low, high, 1.0 if low < 1.0 < high else None)
-    fields = dict(self.noise)
+    fields: dict[str, Any] = {'link': self.link, **dict(self.noise)}
     if self.head == 'het_h':
       fields['empty_buckets'] = False
     return heads.HEADS[self.head](
       num_classes=self.num_classes,
-      link=self.link,
       temperature=temperature,
       class_multiple=self.class_multiple,
       **fields,

@@ -8,7 +8,7 @@ and every mesh whose model axis divides `class_multiple` can shard it.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -18,12 +18,11 @@ from flax import struct
 from flax.linen import partitioning
 from jax.typing import DTypeLike
 
-from het_plugin.heads.covariance import LowRankCovariance
+from het_plugin.heads.covariance import LowRankCovariance, Parametrization, Remainder
 from het_plugin.heads.linear import matmul, parameter
-from het_plugin.heads.settings import check_dtype, check_sizes
+from het_plugin.heads.settings import check_dtype
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, owned
 from het_plugin.integrate import (
-  LINKS,
   GaussianLogits,
   Hashed,
   Linear,
@@ -31,6 +30,8 @@ from het_plugin.integrate import (
   Opaque,
   apply_projection,
 )
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count, Positive
 
 Temperature = FixedTemperature | LearnedTemperature
 
@@ -49,10 +50,10 @@ class Classifier(nn.Module):
     dtype: compute type of matrix products; logits are float32.
   """
 
-  num_classes: int
-  link: str = 'softmax'
+  num_classes: Count
+  link: Literal['softmax', 'sigmoid'] = 'softmax'
   temperature: Temperature | None = None
-  class_multiple: int = 128
+  class_multiple: Count = 128
   initial_bias: float = 0.0
   dtype: DTypeLike = jnp.float32
 
@@ -76,10 +77,8 @@ class Classifier(nn.Module):
   def check(self, phi: jax.Array) -> None:
     """Raises ValueError if an attribute is out of range, or phi is not [B, D]."""
     name = type(self).__name__
-    check_sizes(name, num_classes=self.num_classes, class_multiple=self.class_multiple)
+    ranges.check(self)
     check_dtype(name, self.dtype)
-    if self.link not in LINKS:
-      raise ValueError(f'{name}.link={self.link!r} is unknown: choose one of {", ".join(LINKS)}')
     self.own_temperature.check()
     if phi.ndim != 2:
       raise ValueError(f'{name}: pre-logits must be [B, D]; got the shape {phi.shape}')
@@ -158,11 +157,11 @@ class Heteroscedastic(Classifier):
     initial_noise_scale: initial size of the noise; 1.0 in the reference implementation.
   """
 
-  num_factors: int = 50
-  parametrization: str = 'efficient'
-  remainder: str = 'rank_one'
+  num_factors: Count = 50
+  parametrization: Parametrization = 'efficient'
+  remainder: Remainder = 'rank_one'
   factor_bias: bool = False
-  initial_noise_scale: float = 1.0
+  initial_noise_scale: Positive = 1.0
 
   @nn.nowrap
   def extra_params(self, pre_logits_dim: int) -> int:
@@ -247,13 +246,8 @@ class HetH(Heteroscedastic):
       They change no logit. With K = 100 and H = 768, only 90 buckets hold a class.
   """
 
-  num_buckets: int | None = None
+  num_buckets: Count | None = None
   empty_buckets: bool = True
-
-  @nn.nowrap
-  def check(self, phi: jax.Array) -> None:
-    super().check(phi)
-    check_sizes('HetH', ', or None for D', num_buckets=self.num_buckets)
 
   @nn.nowrap
   def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
@@ -323,13 +317,12 @@ class HetXL(Heteroscedastic):
       `class_multiple` and `initial_bias` are ignored.
   """
 
-  noise_dim: int | None = None
+  noise_dim: Count | None = None
   get_logits: Callable[[jax.Array], jax.Array] | nn.Module | None = None
 
   @nn.nowrap
   def check(self, phi: jax.Array) -> None:
     super().check(phi)
-    check_sizes('HetXL', ', or None to share W', noise_dim=self.noise_dim)
     if self.noise_dim is not None and self.get_logits is not None:
       raise ValueError(
         'set HetXL.noise_dim or HetXL.get_logits, not both: get_logits takes phi + noise as one '

@@ -36,7 +36,7 @@ from flax import struct
 from flax.linen import partitioning
 from jax.typing import DTypeLike
 
-from het_plugin.heads.covariance import LowRankCovariance
+from het_plugin.heads.covariance import LowRankCovariance, Parametrization, Remainder
 from het_plugin.heads.settings import check_dtype
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale, owned
 from het_plugin.integrate import (
@@ -52,6 +52,7 @@ from het_plugin.integrate import (
 )
 from het_plugin.integrate.batch_softmax import CHUNK_BYTES
 from het_plugin.integrate.samplers import checked_keys
+from het_plugin.system.ranges import Count, Positive
 
 Temperature = FixedTemperature | LearnedTemperature | LogitScale
 
@@ -167,10 +168,10 @@ class ContrastiveHetXL(ContrastiveDet):
 
   _INITIAL_SCALE: ClassVar[float] = 3.0
   post_normalization: bool = False
-  num_factors: int = 15
-  parametrization: str = 'full'
-  remainder: str = 'rank_one'
-  initial_noise_scale: float = 0.1
+  num_factors: Count = 15
+  parametrization: Parametrization = 'full'
+  remainder: Remainder = 'rank_one'
+  initial_noise_scale: Positive = 0.1
 
   @nn.nowrap
   def check(self) -> None:

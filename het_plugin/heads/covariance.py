@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -10,10 +11,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from het_plugin.heads.linear import affine, parameter
-from het_plugin.heads.settings import check_sizes
-from het_plugin.integrate import REMAINDERS, LowRank
+from het_plugin.integrate import LowRank
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count, Positive
 
-PARAMETRIZATIONS = ('efficient', 'full')
+Parametrization = Literal['efficient', 'full']
+Remainder = Literal['rank_one', 'diag']
 MIN_DIAG = 1e-3  # keeps d(x) off zero, as the reference implementation does
 # Of noise that starts in given directions: the part of V(x) that depends on x.
 _INITIAL_VARIATION = 0.1
@@ -42,29 +45,19 @@ class LowRankCovariance(nn.Module):
     dtype: compute type of the matrix products; results are float32.
   """
 
-  noise_dim: int
+  noise_dim: Count
   noise_axis: str
-  num_factors: int = 50
-  parametrization: str = 'efficient'
-  remainder: str = 'rank_one'
+  num_factors: Count = 50
+  parametrization: Parametrization = 'efficient'
+  remainder: Remainder = 'rank_one'
   factor_bias: bool = False
-  initial_noise_scale: float = 1.0
+  initial_noise_scale: Positive = 1.0
   dtype: DTypeLike = jnp.float32
 
   @nn.nowrap
   def check(self, owner: str) -> None:
     """Raises ValueError if an attribute is out of range; `owner` is the head named in it."""
-    check_sizes(owner, num_factors=self.num_factors)
-    if self.noise_dim < 1:
-      raise ValueError(f'{owner}: the noise dimension {self.noise_dim} must be at least 1')
-    for name, known in (('parametrization', PARAMETRIZATIONS), ('remainder', REMAINDERS)):
-      if (value := getattr(self, name)) not in known:
-        raise ValueError(f'{owner}.{name}={value!r} is unknown: choose one of {", ".join(known)}')
-    if not self.initial_noise_scale > 0:
-      raise ValueError(
-        f'{owner}.initial_noise_scale={self.initial_noise_scale} must be positive; 1.0 is the '
-        "reference's"
-      )
+    ranges.check(self, owner)
     if self.factor_bias and self.parametrization == 'full':
       raise ValueError(
         f"{owner}.factor_bias=True needs parametrization='efficient': the full V(x) has a bias of "

@@ -1,20 +1,8 @@
 """Checks of the settings that heads share."""
 
-import numbers
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-
-
-def check_sizes(owner: str, or_none: str = '', **sizes: int | None) -> None:
-  """Raises ValueError if a size is no whole number of at least 1. None is allowed if `or_none`
-  says what it means; `owner` is the head named in the error.
-  """
-  for name, size in sizes.items():
-    is_left_out = size is None and or_none
-    if not is_left_out and not (isinstance(size, numbers.Integral) and size >= 1):
-      raise ValueError(f'{owner}.{name}={size!r} must be a whole number, at least 1{or_none}')
 
 
 def check_dtype(owner: str, dtype: DTypeLike) -> None:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from het_plugin.heads.linear import parameter
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Positive
 
 _Module = TypeVar('_Module', bound=nn.Module)
 
@@ -23,7 +25,7 @@ class FixedTemperature(nn.Module):
     tau: the temperature, positive and finite.
   """
 
-  tau: float = 1.0
+  tau: Positive = 1.0
 
   @property
   def tau_0(self) -> float:
@@ -36,8 +38,7 @@ class FixedTemperature(nn.Module):
   @nn.nowrap
   def check(self) -> None:
     """Raises ValueError if tau is not positive and finite."""
-    if not 0 < self.tau < math.inf:
-      raise ValueError(f'FixedTemperature.tau={self.tau} must be positive and finite')
+    ranges.check(self)
 
   def __call__(self) -> jax.Array:
     self.check()
@@ -106,7 +107,7 @@ class LogitScale(nn.Module):
     initial_scale: exp(t) at the start, positive.
   """
 
-  initial_scale: float = 10.0
+  initial_scale: Positive = 10.0
 
   @property
   def tau_0(self) -> float:
@@ -119,11 +120,7 @@ class LogitScale(nn.Module):
   @nn.nowrap
   def check(self) -> None:
     """Raises ValueError if the scale is not positive and finite."""
-    if not 0 < self.initial_scale < math.inf:
-      raise ValueError(
-        f'LogitScale.initial_scale={self.initial_scale} must be positive; 10 for DET and 3 for '
-        "HET-XL are the paper's"
-      )
+    ranges.check(self)
 
   @nn.compact
   def __call__(self) -> jax.Array:

@@ -36,18 +36,20 @@ _SCALARS = {
   float: (numbers.Real, 'a number'),
   str: (str, "text: '...'"),
 }
+_INTERVAL = re.compile(r'([\[(])(\S+), (\S+)([\])])')
 _Function = TypeVar('_Function', bound=Callable[..., Any])
 
 
-def check(settings: Any) -> None:
-  """Checks the fields of a dataclass, which may be a flax module.
+def check(settings: Any, owner: str | None = None) -> None:
+  """Checks the fields of a dataclass, which may be a flax module; errors name it `owner`, or else
+  as its class.
 
   Raises:
     ValueError: a value is out of the range at its type; one sentence has setting, value and range.
   """
-  owner = type(settings)
-  for name, hint in _ranges(owner).items():
-    _check(f'{owner.__name__}.{name}', getattr(settings, name), hint)
+  owner = type(settings).__name__ if owner is None else owner
+  for name, hint in _ranges(type(settings)).items():
+    _check(f'{owner}.{name}', getattr(settings, name), hint)
 
 
 def checked(function: _Function) -> _Function:
@@ -100,8 +102,12 @@ def mismatch(value: Any, hint: Any, is_open: Callable[[Any], bool] = lambda _: F
 
   if origin is Annotated:
     wrong = mismatch(value, arguments[0], is_open)
-    of_us = isinstance(arguments[1], str)  # another library's is not read
-    return wrong or (_out_of_range(value, arguments[1]) if of_us else None)
+    if not isinstance(arguments[1], str):  # another library's
+      return wrong
+    interval = _INTERVAL.fullmatch(arguments[1])
+    if wrong:
+      return f'{wrong}, {_words(*interval.groups())}' if interval else wrong
+    return _out_of_range(value, arguments[1])
   if origin in (typing.Union, types.UnionType):
     if any(inspect.isclass(x) and issubclass(x, os.PathLike) for x in arguments):
       right = value and isinstance(value, str | os.PathLike)
@@ -151,7 +157,7 @@ def _out_of_range(value: Any, allowed: str) -> str | None:
     except re.error as error:
       return f'a regular expression: {error}'
     return None
-  interval = re.fullmatch(r'([\[(])(\S+), (\S+)([\])])', allowed)
+  interval = _INTERVAL.fullmatch(allowed)
   if interval is None:
     return None
   left, low, high, right = interval.groups()
@@ -159,6 +165,11 @@ def _out_of_range(value: Any, allowed: str) -> str | None:
   below = value < float(high) or (right == ']' and value == float(high))
   if above and below and not math.isnan(value):
     return None
-  if float(high) >= 2**31 and not above:
+  return f'in {allowed}' if above else _words(left, low, high, right)
+
+
+def _words(left: str, low: str, high: str, right: str) -> str:
+  """An interval in words."""
+  if float(high) >= 2**31:  # no bound, or that of int32
     return f'at least {low}' if left == '[' else f'above {low}'
-  return f'in {allowed}'
+  return f'in {left}{low}, {high}{right}'

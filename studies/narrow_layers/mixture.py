@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import gin
 from het_plugin.heads import Classifier
 from het_plugin.heads.linear import affine
-from het_plugin.heads.settings import check_sizes
 from het_plugin.integrate import GaussianLogits, Integrator
+from het_plugin.system.ranges import Count
 
 INITIAL_SCALE = 0.1  # of V_m: the components differ, and their mean is nearly DET
 
@@ -27,12 +27,11 @@ class MixtureOfSoftmaxes(Classifier):
     num_components: M >= 1.
   """
 
-  num_components: int = 4
+  num_components: Count = 4
 
   @nn.nowrap
   def check(self, phi: jax.Array) -> None:
     super().check(phi)
-    check_sizes('MixtureOfSoftmaxes', num_components=self.num_components)
     if self.link != 'softmax':
       raise ValueError(f"MixtureOfSoftmaxes.link={self.link!r} must be 'softmax'")
 

@@ -449,12 +449,15 @@ def test_an_export_takes_any_batch_size(name, link, method, num_samples):
     (Det('6'), r"Det\.num_classes='6' must be a whole number"),
     (Det(K, class_multiple=4.0), r'Det\.class_multiple=4\.0 must be a whole number'),
     (Het(K, num_factors=2.0), r'Het\.num_factors=2\.0 must be a whole number'),
-    (HetH(K, num_buckets=3.0), r'HetH\.num_buckets=3\.0 must be .*, at least 1, or None for D'),
-    (HetXL(K, noise_dim=3.0), r'HetXL\.noise_dim=3\.0 must be .* 1, or None to share W'),
+    (
+      HetH(K, num_buckets=3.0),
+      r'HetH\.num_buckets=3\.0 must be a whole number, at least 1 or None',
+    ),
+    (HetXL(K, noise_dim=3.0), r'HetXL\.noise_dim=3\.0 must be a whole number, at least 1 or None'),
     (HetXL(K, dtype='bf16'), r"HetXL\.dtype='bf16' must be a floating type such as 'float32'"),
     (Det(K, dtype='float64'), r"Det\.dtype='float64' would be float32, because jax_enable_x64 is"),
     (Det(K, dtype=jnp.int8), r'Det\.dtype=.*int8.* must be a floating type'),
-    (Het(K, parametrization='dense'), 'efficient, full'),
+    (Het(K, parametrization='dense'), "one of 'efficient', 'full'"),
     (Het(K, parametrization='full', factor_bias=True), 'factor_bias'),
     (HetXL(K, noise_dim=4, get_logits=len), 'noise_dim or HetXL.get_logits'),
     (HetXL(K, get_logits=lambda phi: phi), 'get_logits returned'),
@@ -466,7 +469,7 @@ def test_an_export_takes_any_batch_size(name, link, method, num_samples):
       Det(K, temperature=LearnedTemperature(tau_max=float('inf'), initial_tau=1.0)),
       'tau_max=inf must satisfy 0 < tau_min < tau_max, both finite',
     ),
-    (Det(K, temperature=FixedTemperature(float('inf'))), 'tau=inf must be positive and finite'),
+    (Det(K, temperature=FixedTemperature(float('inf'))), r'tau=inf must be in \(0, inf\)'),
   ],
 )
 def test_bad_settings_are_one_sentence(head, words):

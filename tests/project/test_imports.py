@@ -17,7 +17,7 @@ PACKAGE = ROOT / 'het_plugin'
 BELOW = {
   'system': set(),
   'integrate': set(),
-  'heads': {'integrate'},
+  'heads': {'integrate', 'system'},
   'backbones': {'system'},
   'measures': set(),
   'weights': set(),

@@ -18,7 +18,7 @@ CFG = {'mixture_or_task_name': 'digits', 'task_feature_lengths': {}, 'split': 't
   ('make', 'message'),
   [
     (lambda: vit('S/16', depth=0), 'ViT.depth=0 must be at least 1'),
-    (lambda: vit('S/16', depth=1.5), 'ViT.depth=1.5 must be a whole number'),
+    (lambda: vit('S/16', depth=1.5), 'ViT.depth=1.5 must be a whole number, at least 1'),
     (lambda: vit('S/16', pooling='x'), "ViT.pooling='x' must be one of 'token', 'gap', 'map'"),
     (lambda: vit('S/16', adapter_dim=0), 'ViT.adapter_dim=0 must be at least 1 or None'),
     (lambda: resnet(stages=()), 'ResNet.stages=() must be a list that is not empty'),
