@@ -1,7 +1,7 @@
 """Heads and their losses under the transformations and meshes with which hosts use them.
 
 Every case is one transformation of the loss and its gradient, for a head, a link and a kind of
-keys, beside the same without it.
+keys, beside the same without it. Below are derivatives, optimizers and lifts of nnx.
 """
 
 import dataclasses
@@ -10,13 +10,18 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
+from flax.core import unfreeze
+from flax.linen import partitioning
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import het_plugin.nnx
 from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
-from het_plugin.integrate import Integrator, example_keys
+from het_plugin.integrate import Integrator, example_keys, top_class
 from tests.meshes import make_mesh, on_mesh
 
 B = 8
@@ -55,10 +60,11 @@ class Problem:
 
   @functools.cached_property
   def batch(self):
-    if self.key_kind == 'threefry2x32':
-      keys = example_keys(jax.random.key(2), jnp.arange(B))
-    else:
-      keys = jax.random.split(jax.random.key(2, impl=self.key_kind), B)
+    with jax.ensure_compile_time_eval():  # also where it is first read inside a transformation
+      if self.key_kind == 'threefry2x32':
+        keys = example_keys(jax.random.key(2), jnp.arange(B))
+      else:
+        keys = jax.random.split(jax.random.key(2, impl=self.key_kind), B)
     return PHI, LABELS, keys
 
   def nll(self, params, phi, labels, keys):
@@ -251,3 +257,146 @@ def assert_close(got, expected):
 @pytest.mark.parametrize('name,problem', [*cases()])
 def test_loss_and_gradient_are_those_without(name, problem):
   jax.tree.map(assert_close, TRANSFORMATIONS[name](problem), problem.expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'problem', [Problem('het_xl'), Problem('het_h'), Problem('het', 'sigmoid')]
+)
+def test_products_with_the_hessian(problem):
+  """Forward over reverse mode and reverse over reverse mode agree, and with differences."""
+  direction = jax.tree.map(jnp.cos, problem.params)
+  gradient = jax.grad(problem.loss)
+
+  @jax.jit
+  def found(params, *batch):
+    def at(step):
+      moved = jax.tree.map(lambda x, d: x + step * d, params, direction)
+      return gradient(moved, *batch)
+
+    def slope(params):
+      products = jax.tree.map(lambda g, d: (g * d).sum(), gradient(params, *batch), direction)
+      return sum(jax.tree.leaves(products))
+
+    forward = jax.jvp(at, (0.0,), (1.0,))[1]
+    difference = jax.tree.map(lambda a, b: (a - b) / 0.02, at(0.01), at(-0.01))
+    return forward, jax.grad(slope)(params), difference
+
+  forward, reverse, difference = found(problem.params, *problem.batch)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), forward, reverse
+  )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05, atol=5e-3), forward, difference
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('problem', [Problem('het_xl'), Problem('det', 'sigmoid')])
+def test_jacobians_in_both_modes(problem):
+  params = problem.params
+
+  def log_prob(phi):
+    logits = problem.head.apply({'params': params}, phi)
+    return problem.integrator.log_prob(logits, problem.batch[2])[:, :K]
+
+  forward = jax.jit(jax.jacfwd(log_prob))(PHI)
+  np.testing.assert_allclose(forward, jax.jit(jax.jacrev(log_prob))(PHI), rtol=1e-3, atol=1e-5)
+
+
+OPTIMIZERS = {
+  'lbfgs': lambda: optax.lbfgs(),
+  'muon': lambda: optax.contrib.muon(0.05),
+  'schedule_free': lambda: optax.contrib.schedule_free_adamw(0.1),
+  'sam': lambda: optax.contrib.sam(
+    optax.adam(0.1),
+    optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
+    opaque_mode=True,
+    reset_state=False,
+  ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_optimizers_lower_the_loss(name):
+  problem = PROBLEMS[0]
+  optimizer = OPTIMIZERS[name]()
+  value_and_grad = jax.value_and_grad(lambda params: problem.loss(params, *problem.batch))
+  more = {
+    'lbfgs': lambda params, value, grad: {
+      'value': value,
+      'grad': grad,
+      'value_fn': lambda params: value_and_grad(params)[0],
+    },
+    'sam': lambda *_: {'grad_fn': lambda params, _: value_and_grad(params)[1]},
+  }.get(name, lambda *_: {})
+
+  @jax.jit
+  def run(params):
+    def step(carry, _):
+      params, state = carry
+      value, grad = value_and_grad(params)
+      updates, state = optimizer.update(grad, state, params, **more(params, value, grad))
+      return (optax.apply_updates(params, updates), state), value
+
+    return jax.lax.scan(step, (params, optimizer.init(params)), None, 8)[1]
+
+  losses = run(problem.params)
+  assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.slow
+def test_lifts_of_nnx():
+  """An ensemble by `nnx.vmap`, `nnx.remat`, and microbatches by `nnx.scan`."""
+  problem = PROBLEMS[0]
+  factors = {'num_factors': 3, 'class_multiple': 16}
+
+  @nnx.split_rngs(splits=2)
+  @nnx.vmap(axis_size=2)
+  def make(rngs):
+    return het_plugin.nnx.HetXL(D, K, rngs=rngs, **factors)
+
+  def nll(head, phi, labels, keys):
+    return problem.integrator.nll(head(phi), labels, keys)
+
+  members = make(nnx.Rngs(0))
+  found = nnx.jit(nnx.vmap(nll, in_axes=(0, None, None, None)))(members, *problem.batch)
+  definition, state = nnx.split(members)
+  one = nnx.merge(definition, jax.tree.map(lambda x: x[1], state))
+  expected = nnx.jit(nll)(one, *problem.batch)
+  assert_close(found[1], expected)
+  assert np.abs(found[0] - found[1]).max() > 0.01
+
+  assert_close(nnx.jit(nnx.remat(nll))(one, *problem.batch), expected)
+  parts = jax.tree.map(lambda x: x.reshape(2, B // 2, *x.shape[1:]), problem.batch)
+  scanned = nnx.jit(nnx.scan(nll, in_axes=(None, 0, 0, 0), out_axes=0))(one, *parts)
+  assert_close(scanned.reshape(B), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'problem, settings',
+  [
+    (Problem('het_h'), {'num_samples': 3, 'chunk_size': 2}),
+    (Problem('het_h'), {'num_samples': 2, 'class_tile': 64}),
+    (Problem('het_xl'), {'num_samples': 3, 'class_tile': 64, 'chunk_size': 2}),
+  ],
+)
+def test_no_step_makes_an_infinity(problem, settings):
+  """`jax_debug_infs` looks at every operation outside `jax.jit`."""
+  head = problem.head.clone(num_classes=150)
+  logits, _ = jax.jit(head.init_with_output)(jax.random.key(1), PHI)
+  integrator = Integrator(**settings)
+  with jax.debug_infs(True):
+    integrator.nll(logits, LABELS, problem.batch[2])
+    integrator.log_prob(logits, problem.batch[2])
+    top_class(logits)
+
+
+def test_logical_axes_are_in_a_collection():
+  """docs/own_trainer.md names the function that reads them."""
+  variables = jax.eval_shape(PROBLEMS[0].head.init, jax.random.key(1), PHI)
+  names = partitioning.get_axis_names(variables['params_axes'])
+  assert names['kernel'] == P('embed', 'vocab')
+  assert jax.tree.map(len, unfreeze(names)) == jax.tree.map(jnp.ndim, variables['params'])
