@@ -23,15 +23,6 @@ def mask(batch: Batch) -> jax.Array:
   return batch['mask'] if 'mask' in batch else jnp.ones(batch['image'].shape[0], jnp.float32)
 
 
-def check_normalizing_factor(owner: str, factor: float | None) -> None:
-  """Raises ValueError if loss_normalizing_factor is not positive."""
-  if factor is not None and not factor > 0:
-    raise ValueError(
-      f'{owner}.loss_normalizing_factor={factor} must be positive, or None for the mean over the '
-      'rows of the batch'
-    )
-
-
 def mean_loss(
   nll: jax.Array,
   mask: jax.Array,

@@ -28,6 +28,8 @@ from het_plugin.integrate import (
 )
 from het_plugin.models import batches, soft_labels
 from het_plugin.models import metrics as metrics_lib
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Positive, Rate
 
 Batch = batches.Batch
 Metrics = dict[str, clu_metrics.Metric]
@@ -87,6 +89,7 @@ class ClassificationModel:
   use one fixed key, so they are functions of the parameters.
   """
 
+  @ranges.checked
   def __init__(
     self,
     backbone: nn.Module,
@@ -94,11 +97,11 @@ class ClassificationModel:
     optimizer_def: Any,
     train_integrator: Integrator,
     eval_integrator: Integrator | Location,
-    loss_normalizing_factor: float | None = None,
+    loss_normalizing_factor: Positive | None = None,
     eval_seed: int = 0,
     shared_draws: bool = False,
     fixed_draws: bool = False,
-    label_smoothing: float = 0.0,
+    label_smoothing: Rate = 0.0,
   ):
     """Composes the model.
 
@@ -125,11 +128,6 @@ class ClassificationModel:
     Raises:
       ValueError: loss_normalizing_factor is not positive, or label_smoothing not in [0, 1).
     """
-    if not 0 <= label_smoothing < 1:
-      raise ValueError(
-        f'ClassificationModel.label_smoothing={label_smoothing} must be at least 0 and below 1'
-      )
-    batches.check_normalizing_factor('ClassificationModel', loss_normalizing_factor)
     self.backbone = as_backbone(backbone)
     self.head = head
     self.module = ClassificationModule(self.backbone, head)

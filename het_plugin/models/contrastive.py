@@ -21,6 +21,8 @@ from het_plugin.heads import Pairs, class_log_prob, contrastive_nll
 from het_plugin.integrate import BatchSoftmax, Integrator, example_keys
 from het_plugin.models import batches
 from het_plugin.models.classification import ParamCounts
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count, Positive
 
 Batch = batches.Batch
 Metrics = dict[str, clu_metrics.Metric]
@@ -86,6 +88,7 @@ class ContrastiveModel:
 
   needs_whole_batch = True
 
+  @ranges.checked
   def __init__(
     self,
     backbone: nn.Module,
@@ -94,9 +97,9 @@ class ContrastiveModel:
     optimizer_def: Any,
     train_integrator: Integrator,
     eval_integrator: Integrator | None = None,
-    embedding_dim: int | None = None,
+    embedding_dim: Count | None = None,
     locked: bool = False,
-    loss_normalizing_factor: float | None = None,
+    loss_normalizing_factor: Positive | None = None,
     eval_seed: int = 0,
   ):
     """Composes the model.
@@ -122,11 +125,6 @@ class ContrastiveModel:
       ValueError: embedding_dim is below 1 or missing, an integrator is none, or
         loss_normalizing_factor is not positive.
     """
-    if embedding_dim is not None and embedding_dim < 1:
-      raise ValueError(
-        f'ContrastiveModel.embedding_dim={embedding_dim} must be at least 1, or None for the width '
-        'of the image tower'
-      )
     if embedding_dim is None and getattr(backbone, 'pre_logits_dim', None) is None:
       raise ValueError(
         f'ContrastiveModel.embedding_dim must be set: {type(backbone).__name__} does not state the '
@@ -138,7 +136,6 @@ class ContrastiveModel:
         raise ValueError(
           f'ContrastiveModel.{name}={integrator} must be an Integrator, or None for no noise'
         )
-    batches.check_normalizing_factor('ContrastiveModel', loss_normalizing_factor)
     self.backbone = as_backbone(backbone)
     self.text_tower = text_tower
     self.head = head

@@ -295,7 +295,7 @@ def test_loss_normalizing_factor_divides_the_sum():
   loss, metrics = jax.jit(summed.loss_fn)(params, batch, STEP_KEY)
   np.testing.assert_allclose(loss, mean * 8 / 4, rtol=1e-6)
   np.testing.assert_allclose(metrics['loss'].compute(), mean, rtol=1e-6)
-  with pytest.raises(ValueError, match='loss_normalizing_factor=0 must be positive'):
+  with pytest.raises(ValueError, match='loss_normalizing_factor=0 must be above 0'):
     make_model(loss_normalizing_factor=0)
 
 

@@ -23,7 +23,13 @@ BELOW = {
   'weights': set(),
   'rows': {'measures', 'weights'},
   'data': {'rows', 'weights', 'system', 'reporting'},  # of reporting, the progress
-  'models': {'integrate', 'heads', 'backbones', 'data'},  # of data, the feature converters
+  'models': {
+    'integrate',
+    'heads',
+    'backbones',
+    'data',
+    'system',
+  },  # of data, the feature converters
   'reporting': {'weights'},  # whose files are written whole or not at all
   'training': {'data', 'weights', 'system'},
   'operations': {'training', 'reporting'},
