@@ -5,7 +5,9 @@ This module imports neither JAX nor orbax, so that it answers at once.
 
 import contextlib
 import dataclasses
+import math
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -38,9 +40,12 @@ METRICS = {
   'compile_seconds': ('train/timing/compile_seconds', 'compile, s', '.1f'),
   'save_seconds': ('train/timing/save_seconds', 'checkpoint stall, s', '.2f'),
 }
+CURVES = ('loss', 'tau', 'precision_at_1')
 _EVALUATIONS = ('training_eval', 'infer_eval', 'fewshot', 'zeroshot')
 _BEHIND_SECONDS = 10.0  # shorter waits of processes for each other are normal
 _MUCH_DATA_WAIT = 0.1
+_NAMED = 3  # records that could not be read, in a problem
+_CORRUPT = re.compile('Unreadable \\w+ (.+): its row is masked')  # of data.reader
 _PROCESS_COLUMNS = ('process', 'host', 'pid', 'state', 'phase', 'step', 'ticks')
 
 Scalars = Mapping[str, tuple[int, float | None]]  # (step, value); None is not finite
@@ -106,7 +111,8 @@ def read(
     'attempts': _attempt_rows(attempts, state),
     'goodput': goodput.goodput(list(attempts.values())) if attempts else None,
     'nonfinite_steps': list(run_files.numbered(folder / 'nonfinite', 'step_', '.json')),
-    'corrupt_records': int(scalars.get('data/corrupt_records', (0, 0))[1] or 0),
+    'corrupt_records': (corrupt := int(scalars.get('data/corrupt_records', (0, 0))[1] or 0)),
+    'corrupt_names': _corrupt_names(folder) if corrupt else [],
     'configs_until': list(run_files.numbered(folder, 'config_until_', '.gin')),
     'profiles': sorted(path.name for path in folder.glob('profile/plugins/profile/*')),
     'profile_is_requested': 'profile_request' in names,
@@ -124,6 +130,34 @@ def _last_scalars(folder: epath.Path) -> tuple[Scalars, list[str]]:
     numbers = {k: x for k, x in line.items() if x is None or type(x) in (int, float)}
     found |= {name: (step, _finite(value)) for name, value in numbers.items()}
   return found, damaged
+
+
+def curves(run_dir: epath.PathLike) -> dict[str, dict[str, list[float]]]:
+  """{'train' or 'training_eval/TASK': {'step': [N], 'loss': [N], ...}}, what CURVES names.
+
+  NaN where a value is missing or not finite.
+  """
+  found: dict[str, dict[str, list[float]]] = {}
+  path = epath.Path(run_dir) / 'metrics.jsonl'
+  for line in run_files.read_lines(path, lambda _: None, run_files.TAIL_BYTES):
+    for group in [key.removesuffix('/loss') for key in line if key.endswith('/loss')]:
+      curve = found.setdefault(group, {name: [] for name in ('step', *CURVES)})
+      curve['step'].append(line['step'])
+      for name in CURVES:
+        value = line.get(f'{group}/{name}')
+        is_number = type(value) in (int, float) and _finite(value) is not None
+        curve[name].append(value if is_number else math.nan)
+  return found
+
+
+def _corrupt_names(folder: epath.Path) -> list[str]:
+  """What the logs name of the records that could not be read."""
+  found = {}
+  for path in run_files.numbered(folder / 'logs', 'process-', '.jsonl').values():
+    for line in run_files.read_lines(path, lambda _: None, run_files.TAIL_BYTES):
+      if match := _CORRUPT.match(str(line.get('message'))):
+        found[match[1]] = None
+  return list(found)
 
 
 def _finite(value: float | None) -> float | None:
@@ -257,5 +291,8 @@ def _problems(found: Mapping[str, Any]) -> list[str]:
     plural = 's' if len(steps) > 1 else ''
     problems.append(f'{len(steps):,} step{plural} not finite, the last one {steps[-1]}.')
   if found['corrupt_records']:
-    problems.append(f'Records that could not be read: {found["corrupt_records"]:,}.')
+    names = found['corrupt_names'][:_NAMED]
+    more = ', ...' if len(names) < found['corrupt_records'] else ''
+    named = f' ({", ".join(names)}{more})' if names else ''
+    problems.append(f'Records that could not be read: {found["corrupt_records"]:,}{named}.')
   return problems

@@ -49,10 +49,19 @@ def page(found: Found) -> str:
     title=found['run_dir'],
     introduction=headline(found),
     json=found,
+    alarms=found['problems'],
     tables=tables(found),
-    notes=found['problems'],
   )
-  return report.page('het_plugin.status')
+  return report.page('het_plugin.status', _figures(found['run_dir']))
+
+
+def _figures(run_dir: str) -> list[reporting.Figure]:
+  """The curves of training and evaluations against the step."""
+  curves = run_status.curves(run_dir)
+  if not curves:
+    return []
+  caption = f'Training and evaluations: {", ".join(curves)}'
+  return [reporting.Figure(reporting.curve_pngs(curves), caption)]
 
 
 def tables(found: Found) -> list[reporting.Table]:

@@ -13,16 +13,20 @@ from het_plugin.reporting.columns import Row
 
 Curves = Mapping[str, Mapping[str, Sequence[float]]]
 
-_PANELS = {'loss': 'training loss (nats per example)', 'tau': 'temperature tau'}
+_PANELS = {
+  'loss': 'loss (nats per example)',
+  'tau': 'temperature tau',
+  'precision_at_1': 'precision@1',
+}
 _SMOOTH_FRACTION = 0.02  # share of a curve's points in one moving average
 _LOG_RATIO = 10.0  # a range wider than this gets a logarithmic axis
 
 
 def curve_pngs(curves: Curves) -> list[bytes]:
-  """PNGs of loss and temperature against the step, one line per head.
+  """PNGs of loss, temperature and precision against the step, one line per head.
 
-  Curves are {head: {'step': [N], 'loss': [N], 'tau': [N]}}; 'loss' or 'tau' may be missing, and
-  NaNs are gaps.
+  Curves are {head: {'step': [N], 'loss': [N], 'tau': [N], 'precision_at_1': [N]}}; all but 'step'
+  may be missing, and NaNs are gaps.
   """
   styles = style.line_styles(curves)
   pngs = []

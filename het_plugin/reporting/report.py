@@ -80,6 +80,7 @@ class Report:
   rows: Sequence[Row] = ()  # one per run (see `columns`)
   references: Sequence[Row] = ()  # rows to compare with, such as chance, set apart below the others
   row_title: str = 'run'  # what a row is
+  alarms: Sequence[str] = ()  # lines of a page above everything else
   tables: Sequence[Table] = ()  # further ones
   notes: Sequence[str] = ()  # lines below the tables
   # makes the plots, {file name: figure}; called only if they are wanted

@@ -1,6 +1,7 @@
 """Where a run stands: directories made by hand, for every state and for what is cut short."""
 
 import json
+import math
 
 import pytest
 
@@ -208,6 +209,11 @@ def test_metrics_and_evaluations_are_the_last_ones(tmp_path):
   )
   with (tmp_path / 'metrics.jsonl').open('a') as file:
     file.write('{"step": 40, "train/lo')
+  (tmp_path / 'logs').mkdir()
+  unreadable = 'Unreadable image {}: its row is masked (1 so far).'
+  for process, names in enumerate((['a/1.png', 'a b.png'], ['a/1.png'])):
+    path = tmp_path / 'logs' / f'process-{process:05d}.jsonl'
+    write_lines(path, *({'step': 0, 'message': unreadable.format(name)} for name in names))
   facts = read(tmp_path)
   assert facts['metrics_step'] == 30
   assert facts['metrics'] == {
@@ -224,8 +230,19 @@ def test_metrics_and_evaluations_are_the_last_ones(tmp_path):
   assert facts['problems'] == [
     'loss is not finite at step 30.',
     'Training waits for data 25% of its time.',
-    'Records that could not be read: 3.',
+    'Records that could not be read: 3 (a/1.png, a b.png, ...).',
   ]
+  curves = run_status.curves(tmp_path)
+  assert curves == {
+    'train': {
+      'step': [10, 30],
+      'loss': [2.0, pytest.approx(math.nan, nan_ok=True)],
+      'tau': [1.5, 1.4],
+      'precision_at_1': [pytest.approx(math.nan, nan_ok=True)] * 2,
+    }
+  }
+  page = status_report.page(facts)
+  assert page.index('a b.png') < page.index('<table>') < page.index('image/png')
 
 
 def test_checkpoints(tmp_path):
