@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import flax
 import jax
@@ -19,6 +19,8 @@ from het_plugin.evaluation import zeroshot_datasets
 from het_plugin.evaluation.names import check_names, naming
 from het_plugin.measures import fewshot
 from het_plugin.runs.run import Run
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count
 from het_plugin.training import run_files
 from het_plugin.training.actions import ActionContext, BaseAction, MetricsByTask
 from het_plugin.training.state import TrainState
@@ -41,14 +43,15 @@ class PeriodicAction(BaseAction):
 
   kind: ClassVar[str]
 
-  image_size: Annotated[int, '[1, inf)']
-  channels: Annotated[int, '[1, inf)']
-  batch_size: int = 256
+  image_size: Count
+  channels: Count
+  batch_size: Count = 256
   datasets: Sequence[Any]
-  period: Annotated[int, '[1, inf)'] | None = None
+  period: Count | None = None
   total_steps: int | None = None
 
   def __post_init__(self):
+    ranges.check(self)
     check_names(self.datasets, f'{type(self).__name__}.datasets')
 
   def setup(self, context: ActionContext) -> None:

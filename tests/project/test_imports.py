@@ -35,7 +35,17 @@ BELOW = {
   'operations': {'training', 'reporting'},
   'config': {'training', 'weights', 'operations', 'data', 'reporting', 'system'},
   'runs': {'config', 'operations', 'training', 'data', 'rows', 'weights'},
-  'evaluation': {'config', 'runs', 'training', 'data', 'rows', 'measures', 'weights', 'reporting'},
+  'evaluation': {
+    'config',
+    'runs',
+    'training',
+    'data',
+    'rows',
+    'measures',
+    'weights',
+    'reporting',
+    'system',
+  },
   'estimators': {
     'runs',
     'rows',
