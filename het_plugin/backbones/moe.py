@@ -108,7 +108,7 @@ class SoftMoe:
 Moe = SparseMoe | SoftMoe
 
 
-def _check_layers(moe):
+def _check_layers(moe: Moe) -> None:
   if isinstance(moe.layers, str):
     known = PLACES.fullmatch(moe.layers)
   else:
@@ -213,8 +213,15 @@ class SparseExperts(nn.Module):
       self.sow('metrics', 'router', metrics)
     return y.reshape(x.shape)
 
-  def _run(self, groups, weights, slots, capacity, deterministic):
-    """Output [G, n, D] of the experts for tokens [G, n, D]."""
+  def _run(
+    self,
+    groups: jax.Array,
+    weights: jax.Array,
+    slots: jax.Array,
+    capacity: int,
+    deterministic: bool,
+  ) -> jax.Array:
+    """Output [G, n, D] of the experts for tokens [G, n, D], from weights and slots [G, n, k]."""
     num_groups, n, k = slots.shape
     num_experts = self.moe.num_experts
     dim = groups.shape[-1]
@@ -247,13 +254,13 @@ class SoftExperts(nn.Module):
     directions = param('router', init, shape, ('embed', None, None))
     scale = param('scale', nn.initializers.ones, (), ())
     tokens = unit_length(x.astype(jnp.float32), axis=-1)
-    directions = scale * unit_length(directions, axis=0)
-    logits = jnp.einsum('bnd,des->bnes', tokens, directions)
+    directions = scale * unit_length(directions, axis=0)  # [D, E, slots]
+    logits = jnp.einsum('bnd,des->bnes', tokens, directions)  # [B, N, E, slots]
     dispatch = nn.softmax(logits, axis=1).astype(x.dtype)
     combine = nn.softmax(logits, axis=(2, 3)).astype(x.dtype)
-    places = jnp.einsum('bnd,bnes->besd', x, dispatch)
+    places = jnp.einsum('bnd,bnes->besd', x, dispatch)  # [B, E, slots, D]
     out = from_experts(self.make_experts()(to_experts(places), deterministic))  # [B, E, slots, D]
-    return jnp.einsum('besd,bnes->bnd', out, combine)
+    return jnp.einsum('besd,bnes->bnd', out, combine)  # [B, N, D]
 
 
 def top_k(gates: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -331,11 +338,13 @@ def take(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
   return jnp.take_along_axis(x, index[..., None], axis=1, mode='fill', fill_value=0)
 
 
-def _take_fwd(x, index, inverse):
+def _take_fwd(
+  x: jax.Array, index: jax.Array, inverse: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   return take(x, index, inverse), (index, inverse)
 
 
-def _take_bwd(saved, dy):
+def _take_bwd(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, None, None]:
   index, inverse = saved
   rows = [take(dy, inverse[:, j], index[:, None]) for j in range(inverse.shape[1])]
   return sum(rows), None, None

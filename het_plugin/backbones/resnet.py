@@ -267,9 +267,9 @@ def resnet(variant: str = '50x1', **overrides: Any) -> ResNet:
   return ResNet(**{**shape, **overrides})
 
 
-def _whole(x):
+def _whole(x: jax.Array) -> jax.Array:
   return with_sharding_constraint(x, ('batch', None, None, 'embed'))
 
 
-def _sharded(x):
+def _sharded(x: jax.Array) -> jax.Array:
   return with_sharding_constraint(x, ('batch', None, None, 'mlp'))

@@ -123,7 +123,8 @@ def _pool(x: jax.Array, is_token: jax.Array, pooling: str) -> jax.Array:
   position = jnp.arange(is_token.shape[1])
   last = jnp.where(is_token, position, 0).max(axis=1)  # [B]
   # A product rather than indices: each device keeps its rows, forward and backward.
-  return jnp.einsum('bn,bnd->bd', (position == last[:, None]).astype(x.dtype), x)
+  is_last = (position == last[:, None]).astype(x.dtype)  # [B, N]
+  return jnp.einsum('bn,bnd->bd', is_last, x)  # [B, D]
 
 
 def text_transformer(variant: str = 'S', **overrides: Any) -> TextTransformer:

@@ -76,7 +76,7 @@ def resize_kernel(kernel: jax.Array, patch_size: int) -> jax.Array:
   with jax.ensure_compile_time_eval():
     resized = jax.image.resize(jnp.eye(old), (old, patch_size), 'bilinear', antialias=False)
   inverse = np.linalg.pinv(resized)  # [P, P']
-  return jnp.einsum('pi,qj,ijcd->pqcd', inverse, inverse, kernel)
+  return jnp.einsum('pi,qj,ijcd->pqcd', inverse, inverse, kernel)  # [P, P, C, D]
 
 
 def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
@@ -255,7 +255,9 @@ class ViT(nn.Module):
     phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))
     return phi, intermediates
 
-  def _position(self, grid, num_tokens, width):
+  def _position(
+    self, grid: tuple[int, int], num_tokens: int, width: int
+  ) -> jax.Array | np.ndarray | None:
     """Position embeddings [N, D] of class token and patches; None with rope."""
     num_prefix = num_tokens - math.prod(grid)  # 1 with a class token
     if self.position == 'rope':

@@ -37,7 +37,7 @@ if not hasattr(jax.sharding, 'PositionalSharding'):
 
 @struct.dataclass
 class TrainingLogits:
-  """What a model with `loss_samples` returns in training, and `het_nll` reads.
+  """Output of a model with `loss_samples` in training, which `het_nll` reads.
 
   Attributes:
     gaussian: the `GaussianLogits` of B images.

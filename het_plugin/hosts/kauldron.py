@@ -162,7 +162,7 @@ class CalibrationError(kd.metrics.Metric):
 
   @struct.dataclass
   class State(kd.metrics.AutoState['CalibrationError']):
-    """What the metric needs of each example."""
+    """Confidence and correctness of each example."""
 
     confidence: jax.Array = kd.metrics.concat_field()  # [B]
     correct: jax.Array = kd.metrics.concat_field()  # [B]

@@ -7,7 +7,7 @@ label int32 [B, L], padded with -1, and may have `batches.index` and `batches.ma
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -304,7 +304,7 @@ class ClassificationModel:
   def served(
     self, params: PyTree, image: jax.Array, *, entropies: bool = False
   ) -> dict[str, jax.Array]:
-    """What an exported program computes of images [B, H, W, C], see `heads.served`.
+    """Results of an exported program for images [B, H, W, C], as in `heads.served`.
 
     It is the predictive distribution of `shared_draws`.
     """
@@ -333,20 +333,22 @@ class ClassificationModel:
       extra=self.head.extra_params(width),
     )
 
-  def _logits(self, params, batch):
-    return self.module.apply({'params': params}, batch['image'])
+  def _logits(self, params: PyTree, batch: Batch) -> tuple[GaussianLogits, dict[str, jax.Array]]:
+    """The Gaussian over the logits, and the backbone's representations by name."""
+    outputs = self.module.apply({'params': params}, batch['image'])
+    return cast('tuple[GaussianLogits, dict[str, jax.Array]]', outputs)
 
-  def _eval_keys(self, batch):
+  def _eval_keys(self, batch: Batch) -> jax.Array:
     return self._keys(jax.random.key(self.eval_seed), batch)
 
-  def _keys(self, key, batch):
+  def _keys(self, key: jax.Array, batch: Batch) -> jax.Array:
     return shared_key(key) if self.shared_draws else example_keys(key, batches.index(batch))
 
-  def _log_prob(self, logits, batch):
+  def _log_prob(self, logits: GaussianLogits, batch: Batch) -> jax.Array:
     return self.eval_integrator.log_prob(logits, self._eval_keys(batch))  # [B, Kp]
 
 
-def _top_k(log_prob, k):
+def _top_k(log_prob: jax.Array, k: int) -> jax.Array:
   """The k most probable classes in order, int32 [B, k], from log_prob [B, Kp].
 
   A sharded `lax.top_k` gathers all classes of all examples on every device; argmax does not.

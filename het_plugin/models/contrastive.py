@@ -7,7 +7,7 @@ padded with 0, and may have `batches.index` and `batches.mask`.
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -316,21 +316,29 @@ class ContrastiveModel:
       extra=self.head.extra_params(dim),
     )
 
-  def _apply(self, params, *inputs, **settings):
+  def _apply(self, params: PyTree, *inputs: jax.Array, **settings: Any) -> Any:
     return self.module.apply({'params': params}, *inputs, **settings)
 
-  def _head(self, params, alpha, beta):
-    return self.head.apply({'params': params.get('head', {})}, alpha, beta)
+  def _head(self, params: PyTree, alpha: jax.Array, beta: jax.Array) -> Pairs:
+    pairs = self.head.apply({'params': params.get('head', {})}, alpha, beta)
+    return cast('Pairs', pairs)
 
-  def _image_pairs(self, params, batch):
+  def _image_pairs(self, params: PyTree, batch: Batch) -> Pairs:
     """Pairs with images on both sides; use only the image side."""
     alpha = self._apply(params, batch['image'], method='embed_image')
     return self._head(params, alpha, alpha)
 
-  def _eval_keys(self, batch):
+  def _eval_keys(self, batch: Batch) -> jax.Array:
     return example_keys(jax.random.key(self.eval_seed), batches.index(batch))
 
-  def _loss_and_metrics(self, pairs, integrator, keys, batch, auxiliary_loss=0.0):
+  def _loss_and_metrics(
+    self,
+    pairs: Pairs,
+    integrator: Integrator | None,
+    keys: jax.Array,
+    batch: Batch,
+    auxiliary_loss: jax.Array | float = 0.0,
+  ) -> tuple[jax.Array, Metrics]:
     mask = batches.mask(batch)
     directions = contrastive_nll(pairs, integrator, keys, mask)
     nll = _mean(directions)

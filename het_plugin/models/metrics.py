@@ -83,7 +83,9 @@ class DisagreementCorrelation(clu_metrics.Metric):
       return jax.nn.one_hot(jnp.minimum(bins, ENTROPY_BINS - 1), ENTROPY_BINS)  # [B, bins]
 
     real = mask * (target.sum(-1) > 0)
-    return cls(count=jnp.einsum('bi,bj,b->ij', member(jnp.exp(log_prob)), member(target), real))
+    of_model = member(jnp.exp(log_prob))
+    of_people = member(target)
+    return cls(count=jnp.einsum('bi,bj,b->ij', of_model, of_people, real))  # [bins, bins]
 
   def merge(self, other: 'DisagreementCorrelation') -> 'DisagreementCorrelation':
     return dataclasses.replace(self, count=self.count + other.count)
