@@ -8,6 +8,7 @@ from het_plugin.estimators.heads import (
   HetHClassifier,
   HetXLClassifier,
 )
+from het_plugin.estimators.out_of_fold import cross_val_predict
 from het_plugin.estimators.serving import export
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
   'HetClassifier',
   'HetHClassifier',
   'HetXLClassifier',
+  'cross_val_predict',
   'export',
   'from_head',
   'from_run',

@@ -89,13 +89,18 @@ def save(estimator: HeadClassifier, path: str) -> None:
     save_safetensors(unfinished, arrays, metadata)
 
 
-def check_head(estimator: HeadClassifier) -> None:
-  """Raises ValueError for an estimator of another kind, NotFittedError for one without a fit."""
+def check_kind(estimator: Any) -> None:
+  """Raises ValueError for an estimator that is no head."""
   if not isinstance(estimator, HeadClassifier):
     raise ValueError(
       f'estimator must be a head of het_plugin; got {type(estimator).__name__}: give the last step '
       'of a pipeline, pipeline[-1]'
     )
+
+
+def check_head(estimator: Any) -> None:
+  """Raises ValueError for an estimator of another kind, NotFittedError for one without a fit."""
+  check_kind(estimator)
   check_is_fitted(estimator)
 
 

@@ -8,6 +8,10 @@ import numpy as np
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
+_NUMBERED = (
+  "scikit-learn's cross_val_predict makes such numbers of the values of each column of shares: set "
+  "target='probabilities' and call estimators.cross_val_predict"
+)
 TARGETS = ('auto', 'classes', 'indicator', 'votes', 'probabilities')
 _SUM_TOLERANCE = 1e-3
 
@@ -100,7 +104,9 @@ def encode(
       with -1, NaN or an empty string for a missing one; or float probabilities [N, K], rows of
       which add up to one.
     target: which of these y is. 'auto' decides by type and shape: one column is classes, zeros and
-      ones are an indicator, other integers and strings are votes, and floats are probabilities.
+      ones are an indicator, strings and integers of which some are missing are votes, and floats
+      are probabilities. Other integers need a target: they may be shares that scikit-learn has
+      numbered.
     classes: classes of a fitted estimator; None finds them in y.
     like: the kind of labels that a fitted estimator has seen. One that has not seen an indicator
       takes zeros and ones for probabilities.
@@ -132,6 +138,10 @@ def encode(
         "target='votes' only"
       )
   kind = target if target != 'auto' else _kind(y, like)
+  if kind == 'votes' and (target, like) == ('auto', None) and y.dtype.kind in 'iu' and y.min() >= 0:
+    raise ValueError(
+      f"y has whole numbers {list(y.shape)}: set target='votes' if they are votes. {_NUMBERED}"
+    )
   if kind == 'classes':
     y = column_or_1d(y, warn=True)
     try:
@@ -223,8 +233,9 @@ def _matrix(y, kind, classes):
   if y.dtype.kind not in 'iubf':
     raise ValueError(f'target={kind!r} needs numbers; y has {y.dtype}')
   values = y.astype(np.float32)
+  numbered = f'. {_NUMBERED}' if y.dtype.kind in 'iu' else ''
   if (values < 0).any() or (values > 1).any():
-    raise ValueError(f'target={kind!r} needs values between 0 and 1')
+    raise ValueError(f'target={kind!r} needs values between 0 and 1{numbered}')
   if kind == 'indicator' and (wrong := values[(values != 0) & (values != 1)]).size:
     raise ValueError(
       f'the indicator y has {wrong[0]:g}, and must have zeros and ones; rows that add up to 1 may '
@@ -234,7 +245,9 @@ def _matrix(y, kind, classes):
     sums = values.sum(axis=1)
     if (np.abs(sums - 1) > _SUM_TOLERANCE).any():
       row = int(np.abs(sums - 1).argmax())
-      raise ValueError(f'the probabilities in row {row} of y add up to {sums[row]:g}, not to 1')
+      raise ValueError(
+        f'the probabilities in row {row} of y add up to {sums[row]:g}, not to 1{numbered}'
+      )
     values = values / sums[:, None]
   if classes is None:
     classes = np.arange(y.shape[1])

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from scipy import sparse
+from sklearn import model_selection
 from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
@@ -22,6 +23,7 @@ from het_plugin.estimators import (
   HetClassifier,
   HetHClassifier,
   HetXLClassifier,
+  cross_val_predict,
   fitting,
   load,
   save,
@@ -46,6 +48,30 @@ def optimum(x, y, c):
   with warnings.catch_warnings():  # float64 ends above 1e-10 at times
     warnings.simplefilter('ignore', ConvergenceWarning)
     return LogisticRegression(C=c, tol=1e-10, max_iter=30, solver='newton-cholesky').fit(x, y)
+
+
+@pytest.mark.parametrize('target', ['votes', 'probabilities'])
+def test_cross_val_predict_leaves_votes_and_shares_as_they_are(target):
+  x, label = problem(N, 3)
+  votes = np.stack([label, label, np.where(np.arange(N) % 3, label, (label + 1) % 3)], axis=1)
+  votes[::2, 2] = -1
+  y = votes if target == 'votes' else targets.encode(votes, 'votes').distribution()
+  y = y.round(1) if target == 'probabilities' else y  # rows of .7 and .3
+  det = DetClassifier(100.0, target=target)
+  folds = [(np.setdiff1d(np.arange(N), part), part) for part in np.array_split(np.arange(N), 4)]
+  found = cross_val_predict(make_pipeline(StandardScaler(), det), x, y, cv=folds)
+  train, test = folds[1]
+  scaler = StandardScaler().fit(x[train])
+  one = clone(det).fit(scaler.transform(x[train]), y[train])
+  np.testing.assert_allclose(found[test], one.predict_proba(scaler.transform(x[test])), atol=1e-5)
+  predicted = cross_val_predict(det, x, y, method='predict')
+  assert predicted.shape == (N,) and set(predicted) <= {0, 1, 2}
+  with pytest.raises(ValueError, match='must hold out each of the 100 rows once'):
+    cross_val_predict(det, x, y, cv=folds[:2])
+  if target == 'probabilities':  # as scikit-learn's function passes them on
+    for one in (det, DetClassifier()):
+      with pytest.raises(ValueError, match=r"target='probabilities' and call estimators.cross_val"):
+        model_selection.cross_val_predict(one, x, y, method='predict_proba', cv=4, n_jobs=None)
 
 
 @pytest.mark.filterwarnings('ignore:The inner solver')  # of the reference
