@@ -1,6 +1,6 @@
 """Finds wrong labels of saved representations.
 
-    python -m het_plugin.audit --train=train.npz --csv=labels.csv --json=audit.json
+    python -m het_plugin.audit --train=train.npz --csv=audit.csv --json=audit.json
     python -m het_plugin.audit --train=train.npz --suggest=corrected.npz
     python -m het_plugin.audit --checkpoint=runs/det --dataset=digits --html=audit.html
     python -m het_plugin.audit --train=train.npz --dataset=digits --html=audit.html
@@ -10,7 +10,8 @@ the classes without the noise. Then it fits the head to what it found, in --roun
 Prints the share of wrong labels, the pairs of classes that people confuse, and the labels that are
 most probably wrong. --csv and --json list every example: index, label, probability of the label,
 probability that it is wrong, suggested label, and its kind: wrong, ambiguous or fine. --suggest
-writes the rows with suggested labels in place of wrong ones. With --dataset the page of --html
+writes the rows with suggested labels in place of wrong ones. Of several labels of an example, which
+are votes, the most frequent one is audited. With --dataset the page of --html
 shows images of the worst labels, of the most ambiguous ones and of the confused pairs. The index of
 a row is then the number of its example in --split.
 --C, --C_noise and --num_factors may list several values, from which held-out labels choose; with
@@ -27,6 +28,9 @@ from het_plugin.estimators import audit, probe
 from het_plugin.operations import stopping
 from het_plugin.rows import files
 from het_plugin.weights import is_weights_file
+
+# Flags of the fits that --pred_probs replaces.
+_OF_FITS = ('head', 'C', 'C_noise', 'num_factors', 'rounds', 'folds', 'max_iter', 'seed')
 
 
 def define_flags() -> None:
@@ -56,7 +60,18 @@ def define_flags() -> None:
   flags.DEFINE_integer('max_iter', 500, 'Largest number of iterations of a fit.', lower_bound=1)
   flags.DEFINE_integer('seed', 0, 'Seed of the folds and of the initial values.', lower_bound=0)
   flags.DEFINE_string('csv', None, 'Where to write a line per example.')
-  flags.DEFINE_string('suggest', None, 'Where to write the rows with suggested labels.')
+  flags.DEFINE_string(
+    'suggest',
+    None,
+    'Where to write the rows with suggested labels; with --dataset=image_folder:PATH also '
+    'PATH/labels.csv, which a training of PATH reads.',
+  )
+  flags.DEFINE_string(
+    'pred_probs', None, 'A .npy file of out-of-fold probabilities [N, K], instead of fits.'
+  )
+  flags.DEFINE_string(
+    'write_pred_probs', None, 'Where to write the out-of-fold probabilities [N, K], as .npy.'
+  )
   flags.DEFINE_string('json', None, 'Where to write all results.')
   flags.DEFINE_string('html', None, 'Where to write a page.')
 
@@ -80,22 +95,34 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError(
         '--C_noise and --num_factors have no effect on --head=det, which has no noise'
       )
-    if F.suggest and not is_weights_file(F.suggest):
-      raise ValueError(f'--suggest={F.suggest} must end in .npz or .safetensors')
+    if F.suggest and not F.suggest.endswith('.csv') and not is_weights_file(F.suggest):
+      raise ValueError(f'--suggest={F.suggest} must end in .npz, .safetensors or .csv')
+    if F.pred_probs:
+      command_line.check_unused(
+        (*_OF_FITS, 'write_pred_probs'), '--pred_probs, which is not fitted'
+      )
+    if F.write_pred_probs and not F.write_pred_probs.endswith('.npy'):
+      raise ValueError(f'--write_pred_probs={F.write_pred_probs} must end in .npy')
     if F.train:
       _check_suggested(F.suggest, F.train)
     examples = None
     source = F.train
     if F.dataset:
-      from het_plugin.evaluation import represent  # imports TensorFlow, which files do not need
-      from het_plugin.evaluation.examples import Examples
+      from het_plugin.evaluation.examples import Examples  # imports what files do not need
 
       examples = Examples.of(F.dataset, F.split)
-      if F.checkpoint:
-        of_run = F.checkpoint, command_line.gin_settings(), F.dataset, F.output_dir
-        (source,) = represent.files_of('het_plugin.audit', *of_run, [F.split], F.layer)
-        _check_suggested(F.suggest, source)
-    report = audit.report(source, settings, examples, F.rounds)
+    if (F.suggest or '').endswith('.csv') and not (examples and examples.have_files):
+      raise ValueError(
+        f'--suggest={F.suggest} needs --dataset=image_folder:PATH, whose files it names'
+      )
+    if F.checkpoint:
+      from het_plugin.evaluation import represent
+
+      of_run = F.checkpoint, command_line.gin_settings(), F.dataset, F.output_dir
+      (source,) = represent.files_of('het_plugin.audit', *of_run, [F.split], F.layer)
+      _check_suggested(F.suggest, source)
+    probs = F.write_pred_probs, F.pred_probs
+    report = audit.report(source, settings, examples, F.rounds, *probs)
     report.write('het_plugin.audit', json=F.json, html=F.html)
     if F.csv:
       audit.write_csv(F.csv, report.json['rows'])

@@ -15,7 +15,7 @@ from PIL import Image
 
 from het_plugin import audit
 from het_plugin import rows as rows_lib
-from het_plugin.data import tasks
+from het_plugin.data import image_folder, tasks
 
 FAST = ['--folds=2', '--C=10', '--max_iter=40']
 HET_XL = ['--head=het_xl', '--C_noise=1', '--num_factors=1', '--rounds=2']
@@ -84,7 +84,7 @@ def pictures(page):
   """{caption: [(image, name, lines of text)]} of the galleries of a page."""
   found = {}
   for caption, gallery in re.findall(r'<figcaption>(.*?)</figcaption><ul>(.*?)</ul>', page, re.S):
-    items = re.findall(r'base64,([^"]*)" alt="([^"]*)"[^>]*>([^<]*)</li>', gallery)
+    items = re.findall(r'base64,([^"]*)" alt="([^"]*)"[^>]*>([^<]*)<span>', gallery)
     found[html.unescape(caption)] = [
       (np.asarray(Image.open(io.BytesIO(base64.b64decode(png)))), name, html.unescape(text))
       for png, name, text in items
@@ -137,6 +137,83 @@ def test_the_page_shows_the_images_of_the_rows(noisy, run_main, tmp_path):
 
 
 @pytest.mark.slow
+def test_votes_and_probabilities_of_other_programs(noisy, run_main, tmp_path):
+  """The consensus is audited; probabilities that are written and read back give the same audit."""
+  path, truth, label = noisy
+  rng = np.random.default_rng(1)
+  people = np.stack([label, label, (label + rng.integers(1, 3, 900)) % 3], axis=1)
+  people[::2, 1:] = -1  # one vote
+  votes = tmp_path / 'votes.npz'
+  rows = dataclasses.replace(rows_lib.read(str(path)), labels=people.astype(np.int32))
+  rows_lib.write(votes, rows)
+  found = {}
+  probs = tmp_path / 'p.npy'
+  for name, arguments in {
+    'labels': [f'--train={path}', *FAST],
+    'votes': [f'--train={votes}', f'--write_pred_probs={probs}', *FAST],
+    'read': [f'--train={votes}', f'--pred_probs={probs}'],
+  }.items():
+    said = run_main(audit, *arguments, f'--json={tmp_path / name}.json')
+    found[name] = json.loads((tmp_path / f'{name}.json').read_text())
+    assert ('450 of 900 examples have several labels, which are votes' in said) == (
+      name != 'labels'
+    )
+  assert found['votes']['rows'] == found['labels']['rows']
+  p = np.load(probs)
+  assert p.shape == (900, 3) and (p.argmax(axis=1) == truth).mean() > 0.85
+  assert found['read']['share'] == pytest.approx(found['votes']['share'], rel=1e-6)
+  assert found['read']['rows'][:20] == found['votes']['rows'][:20]
+  # A file of ours may be replaced, any other one not.
+  run_main(audit, f'--train={votes}', f'--write_pred_probs={probs}', *FAST, '--rounds=1')
+  np.save(probs, p)
+  said = run_main(audit, f'--train={votes}', f'--write_pred_probs={probs}', code=2)
+  assert 'p.npy is there, and no command has written it' in said
+
+
+@pytest.mark.slow
+def test_a_training_of_the_folder_takes_the_suggested_labels(noisy, run_main, tmp_path):
+  path, truth, label = noisy
+  root = tmp_path / 'birds'
+  names = ('cat', 'dog', 'owl')
+  order = np.argsort(label, kind='stable')  # of the files of the folder
+  for number, i in enumerate(order):
+    file = root / 'train' / names[label[i]] / f'{number:03}.png'
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new('RGB', (4, 3), (int(i) % 256, int(i) // 256, 0)).save(file)
+  rows = rows_lib.read(str(path)).take(order)
+  features = tmp_path / 'features.npz'
+  rows_lib.write(features, dataclasses.replace(rows, index=np.arange(900)))
+  csv_file = tmp_path / 'audit.csv'
+  page = tmp_path / 'a.html'
+  table = root / 'labels.csv'
+  command = (
+    audit,
+    f'--train={features}',
+    f'--dataset=image_folder:{root}',
+    f'--csv={csv_file}',
+    f'--suggest={table}',
+    f'--html={page}',
+    *FAST,
+  )
+  run_main(*command)
+  source = image_folder.ImageFolderSource(str(root))
+  _, labels = source.read('train', np.arange(900), 4, 0)
+  corrected = labels['label'][:, 0]
+  assert (corrected == truth[order]).mean() > (label == truth).mean() + 0.15
+  with csv_file.open() as file:
+    by_name = {row['name']: row for row in csv.DictReader(file)}
+  with table.open() as file:
+    for row in csv.DictReader(file):
+      listed = by_name[row['file']]
+      assert row['file'].startswith('train/') and row['was'] == listed['label_name']
+      is_wrong = listed['kind'] == 'wrong'
+      assert row['label'] == listed['suggested_name' if is_wrong else 'label_name']
+  shown = sum(pictures(page.read_text()).values(), [])
+  assert shown and all(image.shape == (3, 4, 3) and name in by_name for image, name, _ in shown)
+  run_main(*command)  # its own files are replaced
+
+
+@pytest.mark.slow
 def test_a_run_is_represented_and_its_images_shown(digits_det_run, run_main, tmp_path):
   run_dir, _ = digits_det_run
   page = tmp_path / 'a.html'
@@ -168,6 +245,11 @@ def test_what_is_wrong_is_one_sentence(noisy, run_main, tmp_path):
   rare = tmp_path / 'rare.npz'
   labels = np.append(label[:-1], 3)[:, None]
   np.savez(rare, features=np.zeros((900, 2), np.float32), labels=labels, index=np.arange(900))
+  votes = tmp_path / 'votes.csv'
+  votes.write_text('file,label,annotator\ntrain/wren/1.jpg,wren,eva\n')
+  several = tmp_path / 'several.npz'
+  both = np.stack([label, (label + 1) % 3], axis=1).astype(np.int32)
+  rows_lib.write(several, dataclasses.replace(rows_lib.read(str(path)), labels=both))
   of_test = tmp_path / 'of_test.npz'
   about = {'dataset': 'digits', 'split': 'test'}
   rows_lib.write(of_test, dataclasses.replace(rows_lib.read(str(path)), provenance=about))
@@ -180,6 +262,15 @@ def test_what_is_wrong_is_one_sentence(noisy, run_main, tmp_path):
     ([f'--train={path}', f'--suggest={path}'], 'is read by the audit: name another file'),
     ([f'--train={path}:train', f'--suggest={path}'], 'is read by the audit: name another file'),
     ([f'--train={path}', '--suggest=new.npy'], '--suggest=new.npy must end in .npz'),
+    ([f'--train={path}', '--suggest=labels.csv'], 'needs --dataset=image_folder:PATH'),
+    (
+      [f'--train={path}', '--pred_probs=p.npy', '--folds=2'],
+      '--folds has no effect on --pred_probs',
+    ),
+    ([f'--train={path}', '--pred_probs=p.npy'], 'p.npy'),
+    ([f'--train={path}', f'--csv={votes}'], 'votes.csv is there, and no command has written it'),
+    ([f'--train={path}', f'--json={votes}'], 'votes.csv is there, and no command has written it'),
+    ([f'--train={several}'], 'several.npz: example 7 has 2 labels, and none is there twice'),
     ([f'--train={path}', '--head=det', '--C_noise=1'], 'no effect on --head=det'),
     ([f'--train={path}', '--C=-1'], '--C=-1'),
     ([f'--train={path}', '--C_noise=x'], '--C_noise=x must be a number > 0, or auto'),

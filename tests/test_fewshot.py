@@ -248,10 +248,10 @@ def test_a_data_set_that_is_unknown_is_found_before_a_run_is_opened(run_main, mo
   assert "--datasets=bird: mixture_or_task_name is 'bird'" in error
 
 
-def test_votes_are_refused(tmp_path):
+def test_several_classes_of_an_image_are_refused(tmp_path):
   image = np.zeros((4, 6, 6, 1), np.uint8)
   label = np.tile([0, 1], (4, 1))
-  np.savez(tmp_path / 'votes.npz', image=image, label=label, annotator=np.tile([5, 6], (4, 1)))
+  np.savez(tmp_path / 'votes.npz', image=image, label=label)
   dataset = evaluation_fewshot.FewShotDataset('x', str(tmp_path / 'votes.npz'))
   with pytest.raises(ValueError, match='few-shot needs one label per image'):
     evaluation_fewshot.check(None, dataset, 4)

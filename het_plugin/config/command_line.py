@@ -26,7 +26,8 @@ _UNBOUND = re.compile(
 )
 _SCHEME = re.compile(r"'(\w+://)'")
 _HELP = {'--help', '-h', '-help', '--helpshort', '--helpfull'}
-_WRITTEN = ('csv', 'html', 'json', 'png')  # flags that name a file, which is written at the end
+_WRITTEN = ('csv', 'html', 'json', 'png', 'suggest')  # flags that name a file of results
+_REPLACED = (*_WRITTEN, 'output', 'output_dir', 'write_pred_probs')
 # Modules whose flags --help shows.
 _OURS = ('het_plugin', 'launch', 'benchmarks', 'studies', '__main__')
 
@@ -123,6 +124,7 @@ def one_sentence_errors(argv: Sequence[str] = ()):
     print(f'Error: {unknown} (--help shows the flags)', file=sys.stderr)
     sys.exit(exit_codes.WRONG_SETTING)
   try:
+    _check_written()
     yield
   except BrokenPipeError:  # of `| head`: nobody reads on
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -133,6 +135,21 @@ def one_sentence_errors(argv: Sequence[str] = ()):
     logging.flush()
     print(f'Error: {sentence} (--verbosity=1 shows where)', file=sys.stderr)
     sys.exit(exit_codes.WRONG_SETTING)
+
+
+def _check_written() -> None:
+  """Raises ValueError if a flag names a file that is there and that no command has written."""
+  given = {name: flags.FLAGS[name].value for name in _REPLACED if name in flags.FLAGS}
+  files = [(name, name, path) for name, path in given.items() if name != 'output_dir']
+  if folder := given.get('output_dir'):
+    of_report = {'html': 'index.html', 'json': 'results.json'}
+    files += [('output_dir', kind, os.path.join(folder, x)) for kind, x in of_report.items()]
+  for name, kind, path in files:
+    if path and os.path.isfile(path) and not reporting.written_here(kind, path):
+      raise ValueError(
+        f'--{name}={given[name]}: {path} is there, and no command has written it: name another '
+        'place'
+      )
 
 
 def _sentence(error: Exception) -> str | None:

@@ -54,6 +54,7 @@ class ImageFolderSource:
     for name in map(os.fsencode, numbers):  # a run writes the names of its classes
       if name != name.decode(errors='replace').encode():
         raise ValueError(f'{path}: the class folder {name} is not named in UTF-8: rename it.')
+    self._root = root
     self._files: dict[str, list[pathlib.Path]] = {}
     self._labels: dict[str, np.ndarray] = {}
     for split, by_class in files.items():
@@ -126,6 +127,10 @@ class ImageFolderSource:
 
   def describe(self, split: str, example_id: int) -> str:
     return str(self._files[split][example_id])
+
+  def file(self, split: str, example_id: int) -> str:
+    """The path of an image as in labels.csv."""
+    return str(self._files[split][example_id].relative_to(self._root))
 
 
 class CaptionFileSource:

@@ -10,6 +10,7 @@ https://doi.org/10.1016/0167-9473(92)90042-E), as if the truth were almost a fun
 likelihood of labels that no fit has seen says when to stop.
 """
 
+import csv
 import dataclasses
 import tempfile
 import warnings
@@ -20,7 +21,7 @@ import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import StratifiedKFold
 
-from het_plugin import reporting
+from het_plugin import reporting, weights
 from het_plugin import rows as rows_lib
 from het_plugin.estimators import inputs, probe, targets
 from het_plugin.measures import audit as measure
@@ -34,6 +35,8 @@ _GAIN = 0.002  # nats per label; less in `_PATIENCE` rounds ends the audit
 _PATIENCE = 2
 _SHARPNESS = 2  # the power of q; 1 is expectation-maximisation, and classification EM is infinity
 _TINY = np.finfo(np.float64).tiny  # a label that p and T exclude says nothing
+_END = b'het_plugin\n'
+_PART_ROWS = 8192
 _SHOWN = 10
 _WORST = 100  # whose truth is counted
 _THUMBNAILS = 24
@@ -45,6 +48,7 @@ def audit(
   label: np.ndarray,
   settings: probe.Settings | None = None,
   rounds: int = ROUNDS,
+  pred_probs: str | None = None,
 ) -> measure.Audit:
   """Audits labels by fits to the other folds, so that no label scores itself.
 
@@ -67,6 +71,8 @@ def audit(
     settings: one head, by default `SETTINGS`, the folds, and its grid, from which held-out labels
       choose (`probe.choose`) in the first round.
     rounds: largest number of rounds. 1 fits the head to the labels only.
+    pred_probs: where p of the best round is written, a .npy file of float32 [N, K]: what cleanlab
+      and others take as out-of-fold probabilities. None does not write it.
 
   Raises:
     ValueError: there are several heads, too few rows of a class, no round, or label is not one for
@@ -74,7 +80,7 @@ def audit(
   """
   settings = SETTINGS if settings is None else settings
   x = features if isinstance(features, np.ndarray) else np.asarray(features)  # keeps a memory map
-  found, failures, _ = _audit(x, np.asarray(label), settings, rounds)
+  found, failures, _ = _audit(x, np.asarray(label), settings, rounds, pred_probs)
   if failures:
     warnings.warn(_unfinished(failures, 'max_iter', settings), ConvergenceWarning, stacklevel=2)
   return found
@@ -84,7 +90,14 @@ def _unfinished(failures, setting, settings) -> str:
   return f'Fits that have not converged: {failures}; raise {setting} (now {settings.max_iter})'
 
 
-def _audit(features, label, settings, rounds) -> tuple[measure.Audit, int, int]:
+def _audit(
+  features: np.ndarray,
+  label: np.ndarray,
+  settings: probe.Settings,
+  rounds: int,
+  pred_probs: str | None = None,
+  num_classes: int | None = None,
+) -> tuple[measure.Audit, int, int]:
   """The audit of the best round, how many of its fits have not converged, and its number."""
   if len(settings.heads) != 1:
     raise ValueError(f'--head={",".join(settings.heads)} must be one head')
@@ -115,6 +128,8 @@ def _audit(features, label, settings, rounds) -> tuple[measure.Audit, int, int]:
       gain = best[0][0].nll - found.nll if best else np.inf
       if gain > 0:
         best = [(_in_order(found, order, classes), unfinished, number)]
+        if pred_probs:
+          _write_probs(pred_probs, p, order, classes, num_classes or len(classes))
       waited = 0 if gain > _GAIN else waited + 1
       if waited == _PATIENCE or number == rounds:
         break
@@ -124,6 +139,45 @@ def _audit(features, label, settings, rounds) -> tuple[measure.Audit, int, int]:
         q[order[rows]] = sharp / np.maximum(sharp.sum(axis=1, keepdims=True), _TINY)
       truth = targets.Targets('probabilities', np.arange(len(classes)), q)
   return best[0]
+
+
+def _write_probs(
+  path: str, p: np.ndarray, order: np.ndarray, classes: np.ndarray, num_classes: int
+) -> None:
+  """Writes p [N, K] of the rows in `order` in their own order, with columns for absent classes."""
+  columns = classes if num_classes > len(classes) else np.arange(num_classes)
+  with weights.replacing(path) as unfinished:
+    written = np.lib.format.open_memmap(unfinished, 'w+', np.float32, (len(p), num_classes))
+    for start in range(0, len(p), _PART_ROWS):
+      part = slice(start, start + _PART_ROWS)
+      rows = np.zeros((len(p[part]), num_classes), np.float32)
+      rows[:, columns] = p[part]
+      written[order[part]] = rows
+    written.flush()
+    with open(unfinished, 'ab') as file:
+      file.write(_END)  # NumPy reads up to here, see `reporting.written_here`
+
+
+def read_probs(path: str, num_rows: int, num_classes: int) -> np.ndarray:
+  """Out-of-fold probabilities of a .npy file, float [N, K], mapped.
+
+  Raises:
+    ValueError: the file is no such array, or a row has no probabilities that sum to 1.
+  """
+  with rows_lib.files.reading(path):
+    p = np.load(path, mmap_mode='r', allow_pickle=False)
+    if p.dtype.kind != 'f' or p.ndim != 2 or len(p) != num_rows or p.shape[1] < num_classes:
+      raise ValueError(
+        f'it has {p.dtype} {list(p.shape)}; it must be floating point [{num_rows}, K] with K at '
+        f'least {num_classes}, a row for each row of --train and a column for each class'
+      )
+    for start in range(0, num_rows, _PART_ROWS):
+      part = np.asarray(p[start : start + _PART_ROWS], np.float64)
+      is_wrong = ~((part >= 0).all(axis=1) & (np.abs(part.sum(axis=1) - 1) <= 1e-3))
+      if is_wrong.any():
+        row = start + int(np.argmax(is_wrong))
+        raise ValueError(f'row {row} must be probabilities that sum to 1')
+  return p
 
 
 def _write(file, features, truth, splits, of_folds, number):
@@ -185,10 +239,11 @@ class Listed(Sequence):
 
   def __getitem__(self, place: Any) -> Any:
     if isinstance(place, slice):
-      return [self._row(i) for i in self.order[place]]
-    return self._row(self.order[place])
+      return [self.row(i) for i in self.order[place]]
+    return self.row(self.order[place])
 
-  def _row(self, i):
+  def row(self, i: int) -> dict[str, Any]:
+    """The i-th one of the rows."""
     found = self.found
     index = int(self.rows.index[i])
     label = int(self.label[i])
@@ -216,11 +271,35 @@ def write_csv(path: str, listed: Sequence[Mapping[str, Any]]) -> None:
 def write_suggested(path: str, listed: Listed) -> None:
   """Writes the rows of an audit with the suggested labels in the place of wrong ones.
 
-  Weights and annotators of the labels are left out: they are those of the labels before.
+  A .csv file is the labels.csv of the image folder (docs/data.md): a training of this folder then
+  takes the suggested labels. Others are files of rows. Weights and annotators of the labels are
+  left out: they are those of the labels before.
   """
+  if path.endswith('.csv'):
+    _write_table(path, listed)
+    return
   labels = np.where(listed.found.kind == 'wrong', listed.found.suggested, listed.label)[:, None]
   given = {'label_weight': None, 'annotator': None}
   rows_lib.write(path, dataclasses.replace(listed.rows, labels=labels, **given))
+
+
+TABLE_COLUMNS = ('file', 'label', 'was', 'wrong')
+
+
+def _write_table(path: str, listed: Listed) -> None:
+  """Writes labels.csv with the suggested labels."""
+  names = listed.rows.class_names or ()
+  with (
+    weights.replacing(path) as unfinished,
+    open(unfinished, 'w', newline='', encoding='utf-8') as stream,
+  ):
+    # As they are: a training reads them, and looks for the files and the classes of these names.
+    writer = csv.writer(stream, lineterminator='\n')
+    writer.writerow(TABLE_COLUMNS)
+    for i in np.argsort(listed.rows.index, kind='stable'):
+      row = listed.row(i)
+      label = row['suggested'] if row['kind'] == 'wrong' else row['label']
+      writer.writerow([row['name'], names[label], names[row['label']], row['wrong']])
 
 
 def report(
@@ -228,27 +307,37 @@ def report(
   settings: probe.Settings,
   examples: 'Examples | None' = None,
   rounds: int = ROUNDS,
+  probs_to: str | None = None,
+  probs_from: str | None = None,
 ) -> reporting.Report:
-  """The audit of a file of rows (`rows.read`) with one label per example.
+  """The audit of a file of rows (`rows.read`). Of votes the consensus is audited.
 
   Args:
     source: the file.
     settings, rounds: as in `audit`.
+    probs_to: where p [N, K] is written, as `pred_probs` of `audit`.
+    probs_from: a file of such p, which no head is fitted for (`read_probs`).
     examples: the data set of the rows. The page shows some of its images; None shows none.
 
   Returns:
     The report. 'rows' of its JSON values are `Listed`.
 
   Raises:
-    ValueError: the file or a setting is wrong, or an example has several labels.
+    ValueError: the file or a setting is wrong, or an example has several labels that are no votes.
   """
   rows, name = probe.read(source, 'the rows')
   names = rows.class_names
   if examples is not None:
     rows = examples.named(rows)
     names = examples.info.shown_names or rows.class_names
-  label = rows.label
-  found, failures, chosen = _audit(rows.features, label, settings, rounds)
+  with rows_lib.files.reading(name):
+    label = rows.consensus
+  if probs_from:
+    p = read_probs(probs_from, len(label), rows.num_classes)
+    found, failures, chosen = measure.audit(p, label), 0, 0
+  else:
+    of_labels = rows.features, label, settings, rounds
+    found, failures, chosen = _audit(*of_labels, probs_to, rows.num_classes)
   order = np.argsort(-found.wrong, kind='stable')
   listed = Listed(rows, label, found, order, examples.name if examples else None)
 
@@ -286,7 +375,13 @@ def report(
       ],
     ),
   ]
-  head = settings.heads[0]
+  head = None if probs_from else settings.heads[0]
+  by = (
+    f'the probabilities of {probs_from}'
+    if probs_from
+    else f'the location of {head} fitted to the other {settings.folds - 1} of {settings.folds} '
+    f'folds ({reporting.counted(chosen, "round")})'
+  )
   agreement = np.mean(found.probability == found.confidence)
   notes = [
     'The error is over examples. That the location may be wrong is not in it: the true error is '
@@ -294,6 +389,8 @@ def report(
     f'{agreement:.0%} of the labels are the most probable class of the location. Where the '
     'features tell little, it takes labels for wrong that are not.',
   ]
+  if note := rows.consensus_note():
+    notes.append(note)
   if failures:
     notes.append(f'{_unfinished(failures, "--max_iter", settings)}.')
   if head == 'det' and rounds == 1:
@@ -311,9 +408,7 @@ def report(
     notes.append(f'There are no pictures of examples of {examples.info.channels} channels.')
   return reporting.Report(
     title='Audit of labels',
-    introduction=f'{len(label):,} labels of {name}, by the location of {head} fitted to '
-    f'the other {settings.folds - 1} of {settings.folds} folds '
-    f'({reporting.counted(chosen, "round")}): '
+    introduction=f'{len(label):,} labels of {name}, by {by}: '
     f'{found.share:.1%} ± {found.share_error:.1%} are wrong. '
     f'{counts["wrong"]:,} are listed as wrong, {counts["ambiguous"]:,} as ambiguous.',
     tables=[table for table in tables if table.lines],
@@ -394,7 +489,7 @@ def _galleries(
   other = [i for i, y in zip(numbers, read.labels, strict=True) if label[i] not in y]
   galleries = {}
   for name, (caption, rows, text) in chosen.items():
-    places = [n for n in np.searchsorted(numbers, rows) if read.readable[n]]
+    places = [n for n in np.searchsorted(numbers, rows) if read.images[n] is not None]
     if count := len({*numbers[places]} & {*other}):
       caption += f'. {count} of {len(places)} have another label in {examples.task.name}'
     thumbnails = [

@@ -6,25 +6,23 @@ from typing import NamedTuple
 import numpy as np
 
 from het_plugin import data
-from het_plugin.data import splits, tasks
+from het_plugin.data import annotations, preprocess, splits, tasks
 from het_plugin.evaluation import represent
 from het_plugin.rows import Rows
 
-SIDE = 96  # pixels of an image, at most
+SIDE = 192  # pixels of the longer side of an image, at most
 
 
 class Found(NamedTuple):
   """Some examples.
 
   Attributes:
-    images: float32 [B, S, S, C], levels in [-1, 1], preprocessed as in an evaluation.
+    images: [B], each float32 [h, w, C] with levels in [-1, 1], whole; None if it is not readable.
     labels: int32 [B, L], from the data set. Missing ones are -1.
-    readable: bool [B]; the image of one that is not is black.
   """
 
-  images: np.ndarray
+  images: list[np.ndarray | None]
   labels: np.ndarray
-  readable: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,6 +50,11 @@ class Examples:
     """Whether the examples can be shown: features, for one, are images of other channels."""
     return self.info.channels in (1, 3)
 
+  @property
+  def have_files(self) -> bool:
+    """Whether each example is a file of an image folder, which labels.csv may name."""
+    return hasattr(self.task.examples, 'file')
+
   def named(self, rows: Rows) -> Rows:
     """Rows of these examples, with the names of the task's classes if they have none.
 
@@ -78,15 +81,25 @@ class Examples:
     return dataclasses.replace(rows, class_names=names)
 
   def name(self, index: int) -> str:
-    """The name of an example, such as the path of its file."""
-    return self.task.examples.describe(self.whole, index)
+    """The name of an example, such as the path of its file as in labels.csv (docs/data.md)."""
+    source = self.task.examples
+    return getattr(source, 'file', source.describe)(self.whole, index)
 
   def read(self, index: np.ndarray, size: int | None = None) -> Found:
-    """Examples by id, int [B], with square images of `size` pixels, or `SIDE` if that is less."""
-    info = self.info
-    side = min(SIDE, size or SIDE)
-    lengths = {'image': side, 'label': info.max_labels}
-    order = {'shuffle': False, 'seed': 0, 'num_epochs': 1}
-    reader = self.task.reader(self.whole, lengths, augment=False, **order)
-    batch, _ = reader.read(np.asarray(index, np.int64))
-    return Found(batch['image'], batch['label'], batch['mask'] > 0)
+    """Examples by id, int [B]; drawn ones with `size` pixels, or `SIDE` without."""
+    ids = np.asarray(index, np.int64)
+    given, annotated = self.task.examples.read(self.whole, ids, size or SIDE, 0)
+    labels = annotations.Labels(self.info.max_labels)
+    rows, _ = labels.rows(annotated, np.zeros(len(ids), np.uint64))
+    return Found([self._picture(x) for x in given], rows['label'])
+
+  def _picture(self, image: bytes | np.ndarray | None) -> np.ndarray | None:
+    """The whole picture; a large one is made smaller."""
+    if isinstance(image, bytes):
+      image = preprocess.decode(image, self.task.examples.info.channels)
+    if image is None:
+      return None
+    height, width = image.shape[:2]
+    shrink = min(1.0, SIDE / max(height, width))
+    size = max(1, round(shrink * height)), max(1, round(shrink * width))
+    return preprocess.to_levels(preprocess.resized(image, *size))[..., :3]

@@ -101,7 +101,7 @@ def from_files(
         f'--train={pair[0]}: run {run!r} has the data set {dataset!r} twice: tell them apart with '
         '--names=RUN:DATASET,...'
       )
-    datasets[dataset] = tuple(map(_split, halves))
+    datasets[dataset] = tuple(map(_split, pair, halves))
     first = next(iter(runs.values())).get(dataset, datasets[dataset])[1]
     test_rows = datasets[dataset][1]
     if not all(np.array_equal(getattr(first, x), getattr(test_rows, x)) for x in ('index', 'y')):
@@ -155,10 +155,10 @@ def from_checkpoints(
 def check(run: Run, dataset: FewShotDataset, batch_size: int) -> None:
   """Checks a data set before anything is compiled or any image is read."""
   info = data.classification_info(dataset.task)
-  if info.multi_label or info.max_labels > 1:
-    what = 'is multi-label' if info.multi_label else f'has up to {info.max_labels} labels per image'
+  if info.multi_label and not info.annotators and 'label_weight' not in info.label_fields:
     raise ValueError(
-      f'FewShotDataset.task={dataset.task!r} {what}; few-shot needs one label per image.'
+      f'FewShotDataset.task={dataset.task!r} is multi-label; few-shot needs one label per '
+      'image, or votes with annotator or label_weight.'
     )
   for split, bound in dataset.splits:
     with run.open_split(split, bound, **_settings(dataset, batch_size)):
@@ -177,18 +177,21 @@ def read(
   for split, bound in dataset.splits:
     settings = {'max_examples': bound, **_settings(dataset, batch_size)}
     rows = rows_lib.of(run, split, (column,), **settings)
-    halves.append(fewshot.Split(rows[column], rows.label, rows.index))
+    with naming(f'{dataset.task}, split {split}'):
+      halves.append(fewshot.Split(rows[column], rows.consensus, rows.index))
   return tuple(halves)
 
 
 def _settings(dataset: FewShotDataset, batch_size: int) -> dict[str, Any]:
-  settings = {'batch_size': batch_size, 'max_labels': 1, 'resize': dataset.resize}
+  max_labels = data.classification_info(dataset.task).max_labels
+  settings = {'batch_size': batch_size, 'max_labels': max_labels, 'resize': dataset.resize}
   return {'task': dataset.task, 'bound': 'max_train and max_test', **settings}
 
 
-def _split(rows: rows_lib.Rows) -> fewshot.Split:
+def _split(source: str, rows: rows_lib.Rows) -> fewshot.Split:
   rows = rows.ordered()  # files of two runs may have the same rows in two orders
-  return fewshot.Split(rows.features, rows.label, rows.index)
+  with naming(source):
+    return fewshot.Split(rows.features, rows.consensus, rows.index)
 
 
 def _evaluate(

@@ -18,6 +18,7 @@ from het_plugin.evaluation.candidates import (
   read_softmax_predictions,
   same_predictions,
 )
+from het_plugin.evaluation.names import naming
 from het_plugin.measures import fewshot, greedy_ensemble, votes
 from het_plugin.measures import knn as neighbors
 from het_plugin.measures import rankme as effective_rank
@@ -227,7 +228,10 @@ def _measured(
 ) -> dict[str, Any]:
   """The row of a candidate in the JSON, from (train, test), or leaving one out from (train,)."""
   splits = [rows_lib.read(source) for source in sources]
-  arrays = [x for split in splits for x in (split.features, split.label)]
+  arrays = []
+  for source, split in zip(sources, splits, strict=True):
+    with naming(source):
+      arrays += [split.features, split.consensus]
   sigma = effective_rank.singular_values(splits[0].features, max_examples)
   return {
     'candidate': name,
@@ -254,9 +258,11 @@ def _few_shot(train: str, test: str, **settings) -> dict[int, fewshot.FewShotRes
   """{shots: result} of a candidate."""
   fit = rows_lib.read(train)
   new = rows_lib.read(test)
-  return fewshot.few_shot(
-    fit.features, fit.label, new.features, new.label, train_index=fit.index, **settings
-  )
+  with naming(train):
+    y = fit.consensus
+  with naming(test):
+    new_y = new.consensus
+  return fewshot.few_shot(fit.features, y, new.features, new_y, train_index=fit.index, **settings)
 
 
 def _mixture_scores(sources: Sequence[str], weights: np.ndarray) -> list[tuple[float, float]]:

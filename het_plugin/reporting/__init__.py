@@ -16,7 +16,7 @@ _MODULES = {  # imported on first use: tables need no matplotlib
   ),
   'progress': ('Progress',),
   'report': ('Figure', 'Gallery', 'Picture', 'Report', 'Thumbnail'),
-  'results': ('provenance', 'write_csv', 'write_json'),
+  'results': ('provenance', 'write_csv', 'write_json', 'written_here'),
   'terminal': ('printable',),
   'text': ('aligned', 'plain_table'),
 }

@@ -52,7 +52,7 @@ class Thumbnail:
 
   png: bytes
   text: str  # lines below it
-  name: str  # of the example, which the page shows of a picture that is pointed at
+  name: str  # of the example, below the text
 
 
 @dataclasses.dataclass(frozen=True)

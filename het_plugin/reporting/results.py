@@ -7,6 +7,7 @@ import importlib.metadata
 import itertools
 import json
 import math
+import os
 import platform
 import re
 import shlex
@@ -19,6 +20,12 @@ import numpy as np
 
 from het_plugin import weights
 
+_LOOKED_AT = 2**16  # bytes at both ends of a file
+# One of these is near the top of the results of every command, indented as `write_json` does.
+_OUR_JSON = re.compile(
+  rb'\A[{[][\s\S]*\n {2,4}"'
+  rb'(nll|head|image|protocol|metric|rows|files|topology|state|scalars|gain)":'
+)
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'seqio', 'tensorflow', 'numpy')
 _COMPUTED = re.compile(r"['=+\-@\t\r\n＝＋－＠]")  # how a text begins that needs a ' in a CSV file
 
@@ -50,6 +57,33 @@ def write_json(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], path: str 
   with weights.replacing(path) as unfinished, unfinished.open('w') as stream:
     stream.writelines(_json(rows))
     stream.write('\n')
+
+
+def written_here(flag: str, path: str | Path) -> bool:
+  """Whether the file that is at `path` is what a command writes for this flag, or is empty.
+
+  Args:
+    flag: 'csv', 'html', 'json' or 'png', or another for a file of rows or of parameters.
+    path: of a file.
+  """
+  with open(path, 'rb') as file:
+    begin = file.read(_LOOKED_AT)
+    file.seek(0, os.SEEK_END)
+    file.seek(max(0, file.tell() - _LOOKED_AT))
+    end = file.read()
+  if flag == 'csv' or str(path).endswith('.csv'):  # of `audit`, `predict` and `audit --suggest`
+    found = bool({b'suggested', b'entropy', b'was'} & set(begin.partition(b'\n')[0].split(b',')))
+  elif flag == 'html':
+    found = b'<meta name="generator" content="het_plugin">' in begin
+  elif flag == 'json':
+    found = _OUR_JSON.search(begin) is not None
+  elif flag == 'png':
+    found = b'Matplotlib' in begin
+  elif str(path).endswith('.npy'):
+    found = end.endswith(b'het_plugin\n')
+  else:  # rows or parameters: in the metadata, or the names of arrays
+    found = b'het_plugin' in begin or b'checksums' in end or b'head/' in end
+  return found or not begin
 
 
 def write_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], path: str | Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from het_plugin.measures import votes
+
 _FEATURES = 'features'
 _SHUFFLE_SEED = 0x2F101FE2  # of the first epoch of `data.one_pass`
 
@@ -81,6 +83,48 @@ class Rows:
         f'example {int(self.index[row])} has {int(count[row])} labels; each must have one'
       )
     return self.labels.max(axis=1)
+
+  @property
+  def consensus(self) -> np.ndarray:
+    """One label of each example, int [N]: of the votes of several people the most frequent one.
+
+    Of equally many the first in the row is taken (`votes.majority`).
+
+    Raises:
+      ValueError: an example has no label, or several that are no votes.
+    """
+    count = (self.labels >= 0).sum(axis=1)
+    if (count == 0).any():
+      raise ValueError(f'example {int(self.index[np.argmin(count)])} has no label')
+    if not self.are_votes and (count > 1).any():
+      row = int(np.argmax(count > 1))
+      raise ValueError(
+        f'example {int(self.index[row])} has {int(count[row])} labels, and none is there twice: '
+        'each must have one, or votes with the array annotator or label_weight'
+      )
+    return votes.majority(self.labels, self.label_weight)
+
+  @property
+  def are_votes(self) -> bool:
+    """Whether several labels of an example are votes, as far as it can be told."""
+    if self.annotator is not None or self.label_weight is not None:
+      return True
+    ordered = np.sort(self.labels, axis=1)
+    return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any())
+
+  def consensus_note(self) -> str | None:
+    """How many labels are a consensus, for a report; None if none is."""
+    several = ((self.labels >= 0).sum(axis=1) > 1) & (self.labels != self.labels[:, :1]).any(axis=1)
+    if not several.any():
+      return None
+    rows = self.take(np.flatnonzero(several))
+    shares = votes.shares(rows.labels, self.num_classes, rows.label_weight)
+    ties = int(((votes.majority_shares(shares) > 0).sum(axis=1) > 1).sum())
+    return (
+      f'{len(rows):,} of {len(self):,} examples have several labels, which are votes: the label '
+      f'with the most votes is taken. In {ties:,} of them others have as many, and the first is '
+      'taken.'
+    )
 
   @property
   def num_classes(self) -> int:

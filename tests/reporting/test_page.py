@@ -58,7 +58,7 @@ def test_a_gallery_has_each_picture_with_its_text_and_name():
   document = report.page(
     'x', [reporting.Gallery('worst <first>', some), reporting.Figure(PNG, 'p')]
   )
-  found = re.findall(r'base64,([^"]*)" alt="([^"]*)" title="[^"]*">([^<]*)</li>', document)
+  found = re.findall(r'base64,([^"]*)" alt="([^"]*)" title="[^"]*">([^<]*)<span>', document)
   assert [(base64.b64decode(png), name, html.unescape(text)) for png, name, text in found] == [
     (x.png, x.name, x.text) for x in some
   ]

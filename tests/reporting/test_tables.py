@@ -144,6 +144,20 @@ class Made(Sequence):
     return {'i': i, 'empty': [[], {}, ()], 'name': 'é "1"'}
 
 
+def test_files_of_commands_are_told_from_others(tmp_path):
+  path = tmp_path / 'file'
+  reporting.write_json([{'name': 'a', 'nll': 0.5}], path)
+  assert reporting.written_here('json', path)
+  path.write_text('{\n  "name": "a package",\n  "version": "1.0"\n}\n')
+  assert not reporting.written_here('json', path)
+  reporting.write_csv(['index', 'suggested'], [{'index': 1, 'suggested': 2}], path)
+  assert reporting.written_here('csv', path)
+  path.write_text('file,label,annotator\na.png,wren,eva\n')
+  assert not reporting.written_here('csv', path) and not reporting.written_here('html', path)
+  path.write_text('')
+  assert reporting.written_here('csv', path)  # nothing is lost
+
+
 def test_a_sequence_that_is_not_in_memory_is_the_text_of_its_list(tmp_path):
   reporting.write_json({'rows': Made(), 'none': None}, tmp_path / 'a.json')
   expected = json.dumps({'rows': list(Made()), 'none': None}, indent=2) + '\n'
