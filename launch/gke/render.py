@@ -31,6 +31,7 @@ from launch.processes import PREEMPTED
 
 TEMPLATE = Path(__file__).with_name('jobset.yaml')
 CHIPS_PER_HOST = 4
+ONE_CHIP_HOSTS = ('v5e', 'v6e', 'tpu7x')  # ct5lp-hightpu-1t, ct6e-standard-1t, tpu7x-standard-1t
 MAX_NODES = 65_000  # of a cluster, https://cloud.google.com/kubernetes-engine/quotas
 # Values of the node label cloud.google.com/gke-tpu-accelerator, from
 # https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus.
@@ -48,7 +49,7 @@ def parse_slice(name: str, num_slices: int = 1) -> tuple[str, str, int]:
   """(accelerator, shape in chips, hosts) of the slice that is called 'v5e:4x4', for example.
 
   A 2x4 slice of v5e or v6e has two hosts here. The machine type with eight chips per host is not
-  supported.
+  supported. A slice of one chip has a host of its own type.
 
   Raises:
     ValueError: GKE does not have the topology, or cannot combine several slices of it.
@@ -58,8 +59,9 @@ def parse_slice(name: str, num_slices: int = 1) -> tuple[str, str, int]:
     raise ValueError(f'--topology={name}: GKE has slices of {known}; write v5e:4x4, for example')
   generation, shape = topology.parse(name)
   chips = math.prod(map(int, shape.split('x')))
-  hosts = chips // CHIPS_PER_HOST
-  if chips % CHIPS_PER_HOST:
+  is_one = chips == 1 and generation in ONE_CHIP_HOSTS
+  hosts = 1 if is_one else chips // CHIPS_PER_HOST
+  if chips % CHIPS_PER_HOST and not is_one:
     raise ValueError(f'--topology={name} has {chips} chips; GKE has hosts of {CHIPS_PER_HOST}')
   if num_slices > 1 and (generation == 'v3' or hosts == 1):
     raise ValueError(
@@ -101,7 +103,7 @@ def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, 
     # Kubernetes expands $(NAME) in arguments and turns $$ into $, so every $ is doubled.
     'args': [argument.replace('$', '$$') for argument in arguments],
     'env': [{'name': name, 'value': value} for name, value in env.items()],
-    'chips_per_host': CHIPS_PER_HOST,
+    'chips_per_host': math.prod(map(int, shape.split('x'))) // hosts,
     # TPU drivers lock more memory than an ordinary container may:
     # https://cloud.google.com/kubernetes-engine/docs/how-to/tpus#privileged-mode
     'security': {'privileged': True, 'runAsUser': 0} if settings['privileged'] else None,

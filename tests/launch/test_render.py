@@ -131,6 +131,7 @@ def test_the_form_is_that_of_the_api(changes):
   [
     ('v4:2x2x1', 'tpu-v4-podslice', 1, 1),
     ('v6e:4x8', 'tpu-v6e-slice', 2, 8),
+    ('v6e:1x1', 'tpu-v6e-slice', 1, 1),
     ('tpu7x:4x4x8', 'tpu7x', 1, 32),
   ],
 )
