@@ -28,9 +28,8 @@ class Classifier(nn.Module):
     phi = nn.relu(nn.Dense(128)(image))  # pre-logits [B, D]
     temperature = LearnedTemperature(initial_tau=1.0)
     # Noise that starts small suits runs of a few hundred steps.
-    return HetXL(CLASSES, num_factors=5, temperature=temperature, initial_noise_scale=0.1)(
-      phi
-    )  # (*)
+    head = HetXL(CLASSES, num_factors=5, temperature=temperature, initial_noise_scale=0.1)  # (*)
+    return head(phi)
 
 
 def is_decayed(params):
