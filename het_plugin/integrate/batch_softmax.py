@@ -229,7 +229,7 @@ def _symmetric_bwd(plan, residuals, g):
     def pull(u, rows, of_rows, labels, g_rows):
       """Gradients over 1 / tau of a chunk's rows [c, D] and, from them, of all columns [B, D]."""
       of_rows = jax.tree.map(lambda x: x[:, None], of_rows)
-      own = classes == labels[:, None]
+      own = (classes == labels[:, None]).astype(u.dtype)
       gradient = g_rows[:, None] * (jnp.exp(of_rows.log_prob(u)) - own)
       gradient += g_columns * (jnp.exp(of_columns.log_prob(u)) - own)
       gradient = gradient.astype(plan.dtype)  # [c, B]

@@ -20,7 +20,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import het_plugin.nnx
-from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
+from het_plugin.heads import (
+  ContrastiveDet,
+  ContrastiveHetXL,
+  Det,
+  Het,
+  HetH,
+  HetXL,
+  LearnedTemperature,
+  contrastive_nll,
+)
 from het_plugin.integrate import Integrator, example_keys, top_class
 from tests.meshes import make_mesh, on_mesh
 
@@ -392,6 +401,20 @@ def test_no_step_makes_an_infinity(problem, settings):
     integrator.nll(logits, LABELS, problem.batch[2])
     integrator.log_prob(logits, problem.batch[2])
     top_class(logits)
+
+
+@pytest.mark.parametrize('make', [ContrastiveDet, lambda: ContrastiveHetXL(num_factors=2)])
+def test_contrastive_losses_with_strict_promotion(make):
+  head = make()
+  params = jax.eval_shape(head.init, jax.random.key(1), PHI, PHI)
+
+  def loss(params, keys):
+    directions = contrastive_nll(head.apply(params, PHI, PHI), Integrator(2), keys, jnp.ones(B))
+    return sum(direction.nll.sum() for direction in directions)
+
+  with jax.numpy_dtype_promotion('strict'):
+    gradient = jax.eval_shape(jax.grad(loss), params, PROBLEMS[0].batch[2])
+  assert jax.tree.map(jnp.shape, gradient) == jax.tree.map(jnp.shape, params)
 
 
 def test_logical_axes_are_in_a_collection():
