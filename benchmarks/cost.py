@@ -1,0 +1,96 @@
+"""Figure of docs/integrator.md: the error of log p(y) against the cost of the loss, by samples.
+
+    python -m benchmarks.cost docs/figures/cost.svg
+
+HET-XL with a softmax, beside the paper's procedure (benchmarks/integrator.py). The cost is CPU time
+of the loss and its gradient over that of DET's, and the error the RMSE over labels that are drawn
+from the predictive distribution. Three minutes on two CPU cores.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from matplotlib.figure import Figure
+
+from benchmarks.integrator import (
+  compile_loss,
+  loss_rmse,
+  make_arguments,
+  make_logits,
+  our_loss,
+  reference_log_prob,
+  reference_loss,
+  time_in_turns,
+)
+from het_plugin import Integrator
+from het_plugin.reporting import style
+
+HEAD = ('het_xl', 'softmax')
+WAYS = ('the paper’s procedure', 'het_plugin')
+
+
+def det_loss(x: dict[str, jax.Array], labels: jax.Array, key: jax.Array) -> jax.Array:
+  """Cross-entropy without noise; labels [B, 1]."""
+  del key
+  log_p = jax.nn.log_softmax((x['phi'] @ x['kernel'] + x['bias']) / x['tau'])  # [B, K]
+  return -jnp.take_along_axis(log_p, labels, axis=-1).mean()
+
+
+def measure(args: argparse.Namespace) -> Iterator[tuple[str, int, float, float]]:
+  """(way, S, cost over DET's, RMSE) of each way and number of samples."""
+  x = make_arguments(args, 'het_xl')
+  arguments = (x, jnp.arange(args.batch, dtype=jnp.int32)[:, None], jax.random.key(1))
+  det = compile_loss(det_loss, *arguments)
+  logits = jax.jit(lambda x: make_logits(*HEAD, x, None))(x)
+  log_p = reference_log_prob(args, *HEAD, None)
+  for num_samples in (4, 16, 64, 256, 1000):
+    independent = Integrator(num_samples, sampler='iid', tilt=False)  # the paper's, in log space
+    ours = Integrator(num_samples)
+    ways = (
+      (reference_loss(*HEAD, num_samples, None), independent),
+      (our_loss(*HEAD, ours, None), ours),
+    )
+    for way, (loss, integrator) in zip(WAYS, ways, strict=True):
+      functions = (det, compile_loss(loss, *arguments))
+      of_det, seconds = time_in_turns(functions, arguments, args.repeats, time.process_time)
+      error = loss_rmse(integrator, logits, log_p, args.trials)
+      print(f'{way}, S = {num_samples}: {seconds / of_det:.0f} times DET, RMSE {error:.4f}')
+      yield way, num_samples, seconds / of_det, error
+
+
+def draw(rows: list[tuple[str, int, float, float]]) -> Figure:
+  figure = style.new_figure(6.0, 3.6)
+  ax = figure.subplots()
+  for way, look, marker in zip(WAYS, style.STYLES[1:3], style.MARKERS, strict=False):
+    color, dashes = look
+    points = [row[1:] for row in rows if row[0] == way]
+    _, cost, error = zip(*points, strict=True)
+    ax.loglog(cost, error, color=color, linestyle=dashes, marker=marker, label=way)
+    for num_samples, x, y in points:
+      ax.annotate(f'S = {num_samples}', (x, y), (5, 5), textcoords='offset points')
+  style.plain_axes(ax, 'both')
+  ax.set(xlabel='CPU time of loss and gradient, over DET’s', ylabel='RMSE of log p(y)')
+  ax.legend()
+  return figure
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('file', type=Path, help='the SVG file that is written')
+  parser.add_argument('--classes', type=int, default=2000, help='classes K')
+  parser.add_argument('--batch', type=int, default=8, help='examples B')
+  parser.add_argument('--dim', type=int, default=128, help='pre-logits D')
+  parser.add_argument('--factors', type=int, default=15, help='factors R')
+  parser.add_argument('--noise', type=float, default=1.0, help='deviation of the logits over tau')
+  parser.add_argument('--trials', type=int, default=16, help='keys per example of an RMSE')
+  parser.add_argument('--repeats', type=int, default=5, help='timed turns')
+  args = parser.parse_args()
+  draw(list(measure(args))).savefig(args.file, metadata={'Date': None})
+
+
+if __name__ == '__main__':
+  main()
