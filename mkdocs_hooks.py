@@ -17,12 +17,12 @@ import het_plugin
 
 ROOT = Path(__file__).parent
 PACKAGE = ROOT / 'het_plugin'
-# The pages of the root, the studies and the examples by their names on the site.
+# The pages of the root, the studies, examples and findings by their names on the site.
 PAGES = {'index.md': 'README.md'}
 PAGES |= {name: name for name in ('CHANGELOG.md', 'CONTRIBUTING.md', 'SECURITY.md', 'CITATION.cff')}
 PAGES |= {
   str(path.relative_to(ROOT)): str(path.relative_to(ROOT))
-  for pattern in ('examples/*.py', 'studies/README.md', 'studies/*/README.md')
+  for pattern in ('examples/*.py', 'findings/*.sh', 'studies/README.md', 'studies/*/README.md')
   for path in ROOT.glob(pattern)
 }
 _FIGURE = re.compile(r'!\[(.*?)\]\(([\w./]*figures/[\w.]+)\)')
