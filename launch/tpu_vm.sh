@@ -90,27 +90,12 @@ parse_arguments() {
   fi
 }
 
-# Sets ACCELERATOR and RUNTIME (https://cloud.google.com/tpu/docs/runtimes). A slice of three dimensions is requested by its
-# shape. The number of chips of the others tells their shape: names of v5e and v6e count chips, and of v2 and v3 cores, two
-# per chip.
+# Sets SLICE, the flags that ask for the slice, from the table in het_plugin/planning/slices.py.
 parse_topology() {
-  local generation="${TOPOLOGY%%:*}" shape="${TOPOLOGY#*:}"
-  check topology "$TOPOLOGY" '[a-z0-9]+:[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){1,2}' 'a generation and a shape in chips, such as v5e:4x4'
-  local chips=$((${shape//x/ * })) sides
-  IFS=x read -ra sides <<< "$shape"
-  case "$generation" in
-    v2 | v3) ACCELERATOR=("--accelerator-type=$generation-$((2 * chips))") RUNTIME=tpu-ubuntu2204-base ;;
-    v4) ACCELERATOR=("--type=v4" "--topology=$shape") RUNTIME=tpu-ubuntu2204-base ;;
-    v5e) ACCELERATOR=("--accelerator-type=v5litepod-$chips") RUNTIME=v2-alpha-tpuv5-lite ;;
-    v5p) ACCELERATOR=("--type=v5p" "--topology=$shape") RUNTIME=v2-alpha-tpuv5 ;;
-    v6e) ACCELERATOR=("--accelerator-type=v6e-$chips") RUNTIME=v2-alpha-tpuv6e ;;
-    *) wrong "--topology=$TOPOLOGY: queued resources here are v2, v3, v4, v5e, v5p or v6e" ;;
-  esac
-  if [[ "${ACCELERATOR[0]}" == --type=* ]]; then
-    ((${#sides[@]} == 3)) || wrong "--topology=$TOPOLOGY: a slice of $generation has 3 dimensions, as 2x2x1"
-  elif ((${#sides[@]} != 2 || (sides[1] != sides[0] && sides[1] != 2 * sides[0]))); then
-    wrong "--topology=$TOPOLOGY: a slice of $generation is N x N or N x 2N chips, as 4x4 or 4x8"
-  fi
+  local flags
+  type python3 > /dev/null 2>&1 || die 'there is no python3 here, which knows the slices'
+  flags="$(python3 -I "$ROOT/het_plugin/planning/slices.py" "$TOPOLOGY")" || exit 2
+  read -ra SLICE <<< "$flags"
 }
 
 # Runs gcloud with zone and project; with --dry_run prints the command instead.
@@ -143,7 +128,7 @@ resource_state() {
 }
 
 create_request() {
-  local request=("${ACCELERATOR[@]}" "--runtime-version=$RUNTIME")
+  local request=("${SLICE[@]}")
   if ((NUM_SLICES > 1)); then
     request+=("--node-count=$NUM_SLICES" "--node-prefix=$NAME")
   else

@@ -25,7 +25,6 @@ import concurrent.futures
 import contextlib
 import hashlib
 import importlib.util
-import math
 import re
 import shlex
 import signal
@@ -38,7 +37,7 @@ from absl import flags
 
 from het_plugin import reporting
 from het_plugin.config import command_line, parsing
-from het_plugin.planning import topology
+from het_plugin.planning import slices
 from het_plugin.runs import starting
 from launch import processes, sweep
 from launch.gke import render
@@ -98,9 +97,8 @@ def vertex_requirements(name: str | None) -> dict[str, int]:
       f'--topology={name}: XManager on Vertex supports TPU v2 and v3 only, such as v3:2x2; use '
       '--executor=gke or launch/tpu_vm.sh'
     )
-  generation, shape = topology.parse(name)
-  chips = math.prod(map(int, shape.split('x')))
-  return {f'tpu_{generation}': chips * VERTEX_CORES_PER_CHIP}
+  generation, shape = slices.parse(name)
+  return {f'tpu_{generation}': slices.num_chips(shape) * VERTEX_CORES_PER_CHIP}
 
 
 def jobset_of(job: sweep.Job) -> dict[str, Any]:

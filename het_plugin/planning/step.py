@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,17 +36,34 @@ with gin.unlock_config():
   gin.external_configurable(lambda: list(_DEVICES), name='planned_devices')
 
 
+@dataclasses.dataclass
+class Progress:
+  """What a plan does now; `keep_printing` prints it with the CPU seconds of this process."""
+
+  doing: str = 'reading the configuration'
+
+  def keep_printing(self, seconds: float = 10) -> None:
+    """Prints a line every so many seconds, for ever: it is for a thread."""
+    start = time.monotonic()
+    while True:
+      time.sleep(seconds)
+      elapsed = time.monotonic() - start
+      print(f'{self.doing}: {time.process_time():.0f} CPU s in {elapsed:.0f} s', flush=True)
+
+
 def main() -> None:
   """Plans the request in the file argv[1], and writes the result to the file argv[2]."""
   request = Request(**json.loads(Path(sys.argv[1]).read_text()))
+  progress = Progress()
+  threading.Thread(target=progress.keep_printing, daemon=True).start()
   try:
-    result = plan(request)
+    result = plan(request, progress)
   except exit_codes.SETTING_ERRORS as error:
     result = {'error': command_line.one_sentence(error)}
   Path(sys.argv[2]).write_text(json.dumps(result))
 
 
-def plan(request: Request) -> dict[str, Any]:
+def plan(request: Request, progress: Progress | None = None) -> dict[str, Any]:
   """Compiles and measures; must run in a process with the `topology.environment`.
 
   Returns:
@@ -54,6 +72,7 @@ def plan(request: Request) -> dict[str, Any]:
   Raises:
     ValueError: a setting is wrong; the message is one sentence.
   """
+  progress = progress or Progress()
   place = topology.get(request.topology, request.num_slices)
   settings = configure(request, place)
   model = settings['model']
@@ -102,12 +121,14 @@ def plan(request: Request) -> dict[str, Any]:
         f'{result[name]}: --search and --grid need a configuration in which it does'
       )
   if 'train' in request.steps:
+    progress.doing = 'compiling the train step'
     spec = partitioner.batch_spec(element_spec)
     result['train'] = _measure(trainer.trace_train, (state, spec), place)
     held['batch'] = _bytes_per_device(spec)
     if (peak := result['train']['peak_bytes']) is not None:
       held['activations, gradients and samples'] = max(0, peak - sum(held.values()))
   if 'eval' in request.steps:
+    progress.doing = 'compiling the eval step'
     spec = partitioner.batch_spec(_element_spec(eval_cfg))
     result['eval'] = _measure(trainer.trace_eval, (state.eval_params, spec), place)
   compiled = [result[step] for step in request.steps]

@@ -10,40 +10,9 @@ from typing import Any
 
 import jax
 
+from het_plugin.planning import slices
+
 GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-  """A TPU generation, from https://cloud.google.com/tpu/docs/system-architecture-tpu-vm.
-
-  Attributes:
-    hbm_gib: memory of a device, from the compiler's out-of-memory errors (libtpu 0.0.42).
-    flops: peak bfloat16 FLOP/s of a chip.
-    hbm_bytes: peak bytes/s of a chip's memory.
-    link_bytes: bytes/s of one link between chips, in one direction.
-    devices: number of devices that JAX shows per chip; v4 shows one, compiled as a 'megacore'.
-    default_shape: the chips of one host, used if only the generation is given. A slice has as many
-      dimensions.
-  """
-
-  hbm_gib: float
-  flops: float
-  hbm_bytes: float
-  link_bytes: float
-  devices: int = 1
-  default_shape: str = '2x2'
-
-
-CHIPS = {
-  'v2': Chip(7.48, 45e12, 700e9, 62e9, devices=2),
-  'v3': Chip(15.48, 123e12, 900e9, 82e9, devices=2),
-  'v4': Chip(30.75, 275e12, 1228e9, 50e9, default_shape='2x2x1'),
-  'v5e': Chip(15.75, 197e12, 819e9, 50e9),
-  'v5p': Chip(95.74, 459e12, 2765e9, 100e9, default_shape='2x2x1'),
-  'v6e': Chip(31.25, 918e12, 1640e9, 100e9),
-  'tpu7x': Chip(94.75, 2307e12, 7380e9, 200e9, devices=2, default_shape='2x2x1'),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,19 +36,10 @@ def parse(name: str) -> tuple[str, str]:
   generation, _, shape = name.partition(':')
   if generation == 'cpu' and re.fullmatch(r'[1-9]\d*', shape):
     return generation, shape
-  if generation in CHIPS and (not shape or re.fullmatch(r'[1-9]\d*(x[1-9]\d*){1,2}', shape)):
-    default = CHIPS[generation].default_shape
-    dimensions = default.count('x') + 1
-    if shape and shape.count('x') + 1 != dimensions:
-      raise ValueError(
-        f'--topology={name}: a slice of {generation} has {dimensions} dimensions, as {default}'
-      )
-    return generation, shape or default
-  raise ValueError(
-    f'--topology={name} is unknown: write cpu:N, or a TPU generation of '
-    f'{", ".join(CHIPS)}, a colon and the shape of the slice in chips, such as v3:8x8, v4:4x4x8 '
-    'or v5e:8x16'
-  )
+  try:
+    return slices.parse(name)
+  except ValueError as error:
+    raise ValueError(f'{error}, or cpu:N for N virtual CPU devices') from error
 
 
 def check(name: str, num_slices: int = 1, mesh: Sequence[int] | None = None) -> None:
@@ -89,8 +49,9 @@ def check(name: str, num_slices: int = 1, mesh: Sequence[int] | None = None) -> 
     raise ValueError(f'--num_slices={num_slices} must be at least 1')
   if generation == 'cpu' and num_slices > 1:
     raise ValueError(f'--num_slices={num_slices} is for TPU topologies; {name} has no slices')
-  devices = math.prod(map(int, shape.split('x'))) * num_slices
-  devices *= CHIPS[generation].devices if generation in CHIPS else 1
+  devices = slices.num_chips(shape) * num_slices
+  if generation != 'cpu':
+    devices *= slices.GENERATIONS[generation].devices
   if mesh and math.prod(mesh) != devices:
     raise ValueError(
       f'--mesh={",".join(map(str, mesh))} has {math.prod(mesh)} devices; '
@@ -139,7 +100,7 @@ def get(name: str, num_slices: int = 1) -> Topology:
     )
   except Exception as error:  # its type depends on the version of libtpu
     raise ValueError(f'--topology={name}: libtpu refuses it: {error}') from error
-  return Topology(name, description.devices, int(CHIPS[generation].hbm_gib * GIB))
+  return Topology(name, description.devices, int(slices.GENERATIONS[generation].hbm_gib * GIB))
 
 
 def step_seconds(
@@ -157,7 +118,7 @@ def step_seconds(
   devices passes (n - 1) / n of them. The network between slices is left out. `collectives` are
   those of `hlo.collectives` as dicts.
   """
-  chip = CHIPS.get(parse(name)[0])
+  chip = slices.GENERATIONS.get(parse(name)[0])
   if chip is None:
     return None
   passed = sum(c['bytes'] * (2 if c['kind'] == 'all-reduce' else 1) for c in collectives)

@@ -4,14 +4,13 @@
 writes the result, or an error in one sentence, to another.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 from het_plugin.planning import topology
 
 _RUN = 'from het_plugin.planning import step; step.main()'
-_QUIET_SECONDS = 10  # between two lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +67,7 @@ def file_of_head(head: str) -> str:
 
 
 def compile_in_process(request: Request) -> dict[str, Any]:
-  """`planning.step.plan` of the request in a fresh process; says on stderr how long it takes.
+  """`planning.step.plan` of the request in a fresh process, whose `step.Progress` goes to stderr.
 
   Raises:
     ValueError: the plan raised an error.
@@ -82,14 +80,13 @@ def compile_in_process(request: Request) -> dict[str, Any]:
     answer = Path(name) / 'answer.json'
     asked.write_text(json.dumps(dataclasses.asdict(request)))
     command = [sys.executable, '-c', _RUN, str(asked), str(answer)]
-    with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
-      start = time.monotonic()
+    with subprocess.Popen(
+      command, stdout=subprocess.PIPE, stderr=log, env=environment, text=True
+    ) as process:
       try:
-        while process.poll() is None:
-          with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_QUIET_SECONDS)
-            break
-          print(f'compiling: {time.monotonic() - start:.0f} s so far', file=sys.stderr, flush=True)
+        for line in process.stdout:  # of step.Progress; the compiler's own words are in the log
+          print(line, end='', file=sys.stderr, flush=True)
+        process.wait()
       except BaseException:
         process.kill()
         raise
@@ -97,10 +94,16 @@ def compile_in_process(request: Request) -> dict[str, Any]:
       log.seek(0)
       end = ' / '.join(log.read().strip().splitlines()[-5:])
       raise ChildProcessError(
-        f'the process that compiles for {request.topology} ended with code {process.returncode}, '
-        f'perhaps because this machine ran out of memory (it needs up to 4 GiB): {end}'
+        f'the process that compiles for {request.topology} ended {_how(process.returncode)}: {end}'
       )
     result = json.loads(answer.read_text())
   if 'error' in result:
     raise ValueError(result['error'])
   return result
+
+
+def _how(code: int) -> str:
+  if code >= 0:
+    return f'with code {code}'
+  killed = ', perhaps because this machine ran out of memory (it needs up to 4 GiB)'
+  return f'by {signal.Signals(-code).name}{killed if code == -signal.SIGKILL else ""}'

@@ -5,14 +5,13 @@
       --model_dir=gs://BUCKET/het_xl | kubectl apply -f -
 
 Takes the gin files and flags of training. The gin files must be in the image, which
-launch/Dockerfile builds. The cluster needs JobSet 0.6 or newer and one node pool per slice;
-docs/launch.md shows how to create them. launch/gke/jobset.yaml is the template.
+launch/Dockerfile builds. The cluster needs JobSet 0.6 or newer and one node pool per slice; the
+comments above the JobSet create the pools. launch/gke/jobset.yaml is the template.
 
 To resume a run that has ended, delete its JobSet (kubectl delete jobset NAME) and apply it again.
 """
 
 import json
-import math
 import re
 import string
 import sys
@@ -24,51 +23,19 @@ import yaml
 from absl import flags
 
 from het_plugin.config import command_line
-from het_plugin.planning import topology
+from het_plugin.planning import slices
 from het_plugin.runs import starting
 from launch import sweep
 from launch.processes import PREEMPTED
 
 TEMPLATE = Path(__file__).with_name('jobset.yaml')
-CHIPS_PER_HOST = 4
-ONE_CHIP_HOSTS = ('v5e', 'v6e', 'tpu7x')  # ct5lp-hightpu-1t, ct6e-standard-1t, tpu7x-standard-1t
 MAX_NODES = 65_000  # of a cluster, https://cloud.google.com/kubernetes-engine/quotas
-# Values of the node label cloud.google.com/gke-tpu-accelerator, from
-# https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus.
-ACCELERATORS = {
-  'v3': 'tpu-v3-slice',
-  'v4': 'tpu-v4-podslice',
-  'v5e': 'tpu-v5-lite-podslice',
-  'v5p': 'tpu-v5p-slice',
-  'v6e': 'tpu-v6e-slice',
-  'tpu7x': 'tpu7x',
-}
 
 
-def parse_slice(name: str, num_slices: int = 1) -> tuple[str, str, int]:
-  """(accelerator, shape in chips, hosts) of the slice that is called 'v5e:4x4', for example.
-
-  A 2x4 slice of v5e or v6e has two hosts here. The machine type with eight chips per host is not
-  supported. A slice of one chip has a host of its own type.
-
-  Raises:
-    ValueError: GKE does not have the topology, or cannot combine several slices of it.
-  """
-  if name.partition(':')[0] not in ACCELERATORS:
-    known = ', '.join(ACCELERATORS)
-    raise ValueError(f'--topology={name}: GKE has slices of {known}; write v5e:4x4, for example')
-  generation, shape = topology.parse(name)
-  chips = math.prod(map(int, shape.split('x')))
-  is_one = chips == 1 and generation in ONE_CHIP_HOSTS
-  hosts = 1 if is_one else chips // CHIPS_PER_HOST
-  if chips % CHIPS_PER_HOST and not is_one:
-    raise ValueError(f'--topology={name} has {chips} chips; GKE has hosts of {CHIPS_PER_HOST}')
-  if num_slices > 1 and (generation == 'v3' or hosts == 1):
-    raise ValueError(
-      f'--num_slices={num_slices} needs slices of several hosts, and not of v3; {name} cannot be '
-      'combined'
-    )
-  return ACCELERATORS[generation], shape, hosts
+def hosts_of(settings: Mapping[str, Any]) -> slices.Hosts:
+  return slices.hosts(
+    settings['topology'] or '', settings['num_slices'], settings['chips_per_host']
+  )
 
 
 def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, Any]:
@@ -78,12 +45,14 @@ def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, 
     ValueError: a name, topology, folder or number is not possible; one sentence says which.
   """
   num_slices = settings['num_slices']
-  accelerator, shape, hosts = parse_slice(settings['topology'] or '', num_slices)
-  _check(name, settings, job, hosts)
+  hosts = hosts_of(settings)
+  _check(name, settings, job, hosts.count)
   selector = {
-    'cloud.google.com/gke-tpu-accelerator': accelerator,
-    'cloud.google.com/gke-tpu-topology': shape,
+    'cloud.google.com/gke-tpu-accelerator': hosts.label,
+    'cloud.google.com/gke-tpu-topology': hosts.shape,
   }
+  if slices.num_chips(hosts.shape) == 8:  # one host or two: both have the labels above
+    selector['node.kubernetes.io/instance-type'] = hosts.machine
   tolerations = [{'key': 'google.com/tpu', 'operator': 'Exists', 'effect': 'NoSchedule'}]
   if settings['spot']:
     spot = 'cloud.google.com/gke-spot'
@@ -96,14 +65,14 @@ def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, 
   arguments = [*(replicas if num_slices > 1 else []), *job.arguments()]
   values = dict(settings) | {
     'name': name,
-    'hosts': hosts,
+    'hosts': hosts.count,
     'preempted': PREEMPTED,
     'node_selector': selector | pairs('node_selector', settings['node_selector']),
     'tolerations': tolerations,
     # Kubernetes expands $(NAME) in arguments and turns $$ into $, so every $ is doubled.
     'args': [argument.replace('$', '$$') for argument in arguments],
     'env': [{'name': name, 'value': value} for name, value in env.items()],
-    'chips_per_host': math.prod(map(int, shape.split('x'))) // hosts,
+    'chips_per_host': hosts.chips,
     # TPU drivers lock more memory than an ordinary container may:
     # https://cloud.google.com/kubernetes-engine/docs/how-to/tpus#privileged-mode
     'security': {'privileged': True, 'runAsUser': 0} if settings['privileged'] else None,
@@ -152,6 +121,29 @@ def _check(name: str, settings: Mapping[str, Any], job: sweep.Job, hosts: int) -
     )
 
 
+def node_pools(name: str, settings: Mapping[str, Any]) -> list[str]:
+  """Commands that create the node pools of the JobSet, one per slice."""
+  hosts = hosts_of(settings)
+  commands = []
+  placement = []
+  if hosts.count > 1:
+    placement = [f'--tpu-topology={hosts.shape}']
+    if slices.GENERATIONS[hosts.generation].placement_policy:
+      commands.append(
+        f'gcloud compute resource-policies create workload-policy {name} --region=REGION '
+        f'--type=HIGH_THROUGHPUT --accelerator-topology={hosts.shape}'
+      )
+      placement = [f'--placement-policy={name}']
+  options = [f'--machine-type={hosts.machine}', f'--num-nodes={hosts.count}', *placement]
+  if settings['spot']:
+    options.append('--spot')
+  return commands + [
+    f'gcloud container node-pools create {name}-{index} --cluster=CLUSTER --location=REGION '
+    f'--node-locations=ZONE {" ".join(options)}'
+    for index in range(settings['num_slices'])
+  ]
+
+
 def to_yaml(document: Mapping[str, Any]) -> str:
   return yaml.safe_dump(document, sort_keys=False, width=100)
 
@@ -169,6 +161,9 @@ def define_settings_flags() -> None:
   flags.DEFINE_string('image', '', 'Container image with het_plugin installed.')
   flags.DEFINE_string('topology', None, 'TPU generation and shape of a slice in chips: v5e:4x4.')
   flags.DEFINE_integer('num_slices', 1, 'Number of slices.', lower_bound=1)
+  flags.DEFINE_integer(
+    'chips_per_host', None, '8 makes a 2x4 slice of v5e or v6e one host; default: two hosts of 4.'
+  )
   flags.DEFINE_integer(
     'max_restarts',
     5,
@@ -191,6 +186,7 @@ SETTINGS = (
   'image',
   'topology',
   'num_slices',
+  'chips_per_host',
   'max_restarts',
   'grace_seconds',
   'namespace',
@@ -223,6 +219,8 @@ def main(argv: Sequence[str]) -> None:
     train_flags = starting.given_flags()
     (job,) = sweep.make_jobs(values.model_dir, *given, train_flags=train_flags)
     text = to_yaml(jobset(values.name, settings(), job))
+    pools = ''.join(f'# {command}\n' for command in node_pools(values.name, settings()))
+    text = f'{pools}{text}'
     if values.output:
       Path(values.output).write_text(text)
     else:

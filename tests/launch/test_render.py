@@ -13,6 +13,7 @@ SETTINGS = {
   'image': 'registry/het_plugin:1',
   'topology': 'v5e:4x4',
   'num_slices': 1,
+  'chips_per_host': None,
   'max_restarts': 5,
   'grace_seconds': 300,
   'namespace': None,
@@ -127,16 +128,21 @@ def test_the_form_is_that_of_the_api(changes):
 
 
 @pytest.mark.parametrize(
-  ('topology', 'accelerator', 'num_slices', 'hosts'),
+  ('topology', 'accelerator', 'num_slices', 'chips_per_host', 'hosts'),
   [
-    ('v4:2x2x1', 'tpu-v4-podslice', 1, 1),
-    ('v6e:4x8', 'tpu-v6e-slice', 2, 8),
-    ('v6e:1x1', 'tpu-v6e-slice', 1, 1),
-    ('tpu7x:4x4x8', 'tpu7x', 1, 32),
+    ('v3:2x2', 'tpu-v3-device', 1, None, 1),
+    ('v4:2x2x1', 'tpu-v4-podslice', 1, None, 1),
+    ('v6e:1x1', 'tpu-v6e-slice', 1, None, 1),
+    ('v6e:2x4', 'tpu-v6e-slice', 1, None, 2),
+    ('v6e:2x4', 'tpu-v6e-slice', 1, 8, 1),
+    ('v6e:4x8', 'tpu-v6e-slice', 2, 4, 8),
+    ('tpu7x:4x4x8', 'tpu7x', 1, None, 32),
   ],
 )
-def test_one_pod_per_host_and_one_job_per_slice(topology, accelerator, num_slices, hosts):
-  document = rendered(topology=topology, num_slices=num_slices)
+def test_one_pod_per_host_and_one_job_per_slice(
+  topology, accelerator, num_slices, chips_per_host, hosts
+):
+  document = rendered(topology=topology, num_slices=num_slices, chips_per_host=chips_per_host)
   job, pod, container = parts(document)
   assert job['parallelism'] == job['completions'] == hosts
   assert document['spec']['replicatedJobs'][0]['replicas'] == num_slices
@@ -149,6 +155,43 @@ def test_one_pod_per_host_and_one_job_per_slice(topology, accelerator, num_slice
   chips = math.prod(map(int, shape.split('x')))
   assert container['resources']['limits']['google.com/tpu'] * hosts == chips
   assert {port['containerPort'] for port in container['ports']} == {8471, 8080, 8482}
+  # The nodes of both kinds of 2x4 slices have the labels above.
+  machine = {'2x4': f'ct6e-standard-{8 // hosts}t'}.get(shape)
+  assert pod['nodeSelector'].get('node.kubernetes.io/instance-type') == machine
+
+
+@pytest.mark.parametrize(
+  ('changes', 'commands'),
+  [
+    (
+      {'num_slices': 2, 'spot': True},
+      [
+        f'gcloud container node-pools create x-{index} --cluster=CLUSTER --location=REGION '
+        '--node-locations=ZONE --machine-type=ct5lp-hightpu-4t --num-nodes=4 --tpu-topology=4x4 '
+        '--spot'
+        for index in range(2)
+      ],
+    ),
+    (
+      {'topology': 'v5e:2x4', 'chips_per_host': 8},  # one host: the machine has the topology
+      [
+        'gcloud container node-pools create x-0 --cluster=CLUSTER --location=REGION '
+        '--node-locations=ZONE --machine-type=ct5lp-hightpu-8t --num-nodes=1'
+      ],
+    ),
+    (
+      {'topology': 'tpu7x:2x2x2'},
+      [
+        'gcloud compute resource-policies create workload-policy x --region=REGION '
+        '--type=HIGH_THROUGHPUT --accelerator-topology=2x2x2',
+        'gcloud container node-pools create x-0 --cluster=CLUSTER --location=REGION '
+        '--node-locations=ZONE --machine-type=tpu7x-standard-4t --num-nodes=2 --placement-policy=x',
+      ],
+    ),
+  ],
+)
+def test_commands_create_a_node_pool_per_slice(changes, commands):
+  assert render.node_pools('x', SETTINGS | changes) == commands
 
 
 def test_a_preemption_restarts_all_and_does_not_count():
@@ -204,6 +247,9 @@ def test_spot_and_reservations_are_node_labels():
     ({'topology': 'v2:4x4'}, '--topology=v2:4x4: '),
     ({'topology': None}, '--topology=: GKE has slices of v3, .* v5e:4x4'),
     ({'topology': 'v5e:2x2', 'num_slices': 2}, '--num_slices=2 .*v5e:2x2'),
+    ({'topology': 'v5e:1x4'}, 'no 1x4 slice of v5e; the nearest that exist are 2x4 and 2x2'),
+    ({'chips_per_host': 8}, '--chips_per_host=8: a slice v5e:4x4 has hosts of 4 chips'),
+    ({'topology': 'v6e:2x4', 'chips_per_host': 1}, '--chips_per_host=1: .* 4 or 8 chips'),
     ({'name': 'Het_XL'}, '--name=Het_XL '),
     ({'image': ''}, '--image .*launch/Dockerfile'),
     ({'num_slices': 10**6}, '--num_slices=1000000 .*4000000'),
@@ -220,6 +266,7 @@ def test_the_script_prints_and_writes_the_same(tmp_path, run_main):
   arguments = ['--gin_file=gin/runs/digits_smoke.gin', '--image=i', '--topology=v6e:4x4']
   arguments += ['--model_dir=gs://b/x', '--gin.SEED=3']
   printed = run_main(render, *arguments, '--env=A=b=c')
+  assert printed.startswith('# gcloud container node-pools create het-plugin-0 ')
   document = yaml.safe_load(printed)
   conform(document, JOBSET)
   assert {'name': 'A', 'value': 'b=c'} in parts(document)[2]['env']

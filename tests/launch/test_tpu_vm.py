@@ -236,9 +236,10 @@ def test_requests_that_fail_again_and_again_end_the_script(cloud):
 
 def test_a_checkout_that_cannot_be_packed_ends_the_script_before_anything_is_requested(tmp_path):
   cloud = Cloud(tmp_path / 'cloud')
-  (tmp_path / 'launch').mkdir()
-  copy = shutil.copy(ROOT / 'launch' / 'tpu_vm.sh', tmp_path / 'launch')
-  result = cloud.script(*RUN, *TRAIN, path=copy)
+  for name in ('launch/tpu_vm.sh', 'het_plugin/planning/slices.py'):
+    (tmp_path / name).parent.mkdir(parents=True)
+    shutil.copy(ROOT / name, tmp_path / name)
+  result = cloud.script(*RUN, *TRAIN, path=tmp_path / 'launch' / 'tpu_vm.sh')
   assert result.returncode == 1 and 'must be a git repository' in result.stderr
   assert not cloud.calls
 
@@ -270,7 +271,7 @@ def test_collect_leaves_the_checkpoints_where_they_are(cloud):
   ('topology', 'accelerator', 'runtime'),
   [
     ('v3:4x4', '--accelerator-type=v3-32', 'tpu-ubuntu2204-base'),
-    ('v4:2x2x8', '--type=v4 --topology=2x2x8', 'tpu-ubuntu2204-base'),
+    ('v4:2x2x4', '--type=v4 --topology=2x2x4', 'tpu-ubuntu2204-base'),
     ('v6e:4x8', '--accelerator-type=v6e-32', 'v2-alpha-tpuv6e'),
   ],
 )
@@ -284,10 +285,9 @@ def test_accelerator_types(cloud, topology, accelerator, runtime):
   ('arguments', 'words'),
   [
     (['start', *WHERE], "the first argument is 'start'"),
-    (['create', *WHERE, '--topology=v5e:4by4'], 'v5e:4x4'),
-    (['create', *WHERE, '--topology=v5e:2x8'], 'a slice of v5e is N x N or N x 2N chips'),
-    (['create', *WHERE, '--topology=v3:2x2x1'], 'a slice of v3 is N x N or N x 2N chips'),
-    (['create', *WHERE, '--topology=v4:4x4'], 'a slice of v4 has 3 dimensions'),
+    (['create', *WHERE, '--topology=v5e:4by4'], '--topology=v5e:4by4 is unknown'),
+    (['create', *WHERE, '--topology=v5e:2x8'], 'there is no 2x8 slice of v5e; the nearest'),
+    (['create', *WHERE, '--topology=tpu7x:2x2x1'], 'queued resources are of v2, v3, v4,'),
   ],
 )
 def test_one_sentence_for_a_wrong_setting(cloud, arguments, words):

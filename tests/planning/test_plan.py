@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 import sys
+from unittest import mock
 
 import jax
 import pytest
@@ -50,7 +52,7 @@ def test_a_plan_for_virtual_devices(tmp_path, run_main):
 @pytest.mark.parametrize(
   'flags,words',
   [
-    (['--topology=v9:2x2'], '--topology=v9:2x2 is unknown: write cpu:N, or a TPU generation'),
+    (['--topology=v9:2x2'], '--topology=v9:2x2 is unknown: write a TPU generation of v2, '),
     (['--topology=cpu:8', '--mesh=8'], '--mesh=8 must be 2 or 3 whole numbers of at least 1'),
     (['--topology=cpu:8', '--mesh='], '--mesh= must be 2 or 3 whole numbers'),
     (['--topology=cpu:8', '--grid', '--heads=hett'], '--heads=hett is unknown'),
@@ -58,8 +60,10 @@ def test_a_plan_for_virtual_devices(tmp_path, run_main):
     (['--grid', '--search=batch'], '--search has an effect only without --grid'),
     (['--png=x.png'], '--png has an effect only with --grid'),
     (['--topology=cpu:8', '--mesh=4,3'], '--mesh=4,3 has 12 devices; cpu:8 has 8'),
-    (['--topology=v5p:4x4'], '--topology=v5p:4x4: a slice of v5p has 3 dimensions, as 2x2x1'),
-    (['--topology=v5e:0x4'], '--topology=v5e:0x4 is unknown'),
+    (
+      ['--topology=v5e:3x4'],
+      'there is no 3x4 slice of v5e; the nearest that exist are 4x4 and 2x4',
+    ),
     (
       ['--topology=cpu:1', "--gin.MIXTURE_OR_TASK_NAME='features:away.npz'"],
       'features:away.npz: a plan needs the file, for the width of its rows',
@@ -225,9 +229,12 @@ def test_a_search_takes_whole_groups_of_images(monkeypatch):
   bindings = [*TINY, 'vit.depth = 2', "vit.variant = 'S/7'", 'BATCH_SIZE = 24']
   bindings.append('Trainer.num_microbatches = 3')
   measured = {'flops': 1.0, 'peak_bytes': 1, 'fits': True, 'collectives': []}
-  monkeypatch.setattr(step, '_measure', lambda *_: measured)
-  plan = step.plan(request(gin_files=files, gin_bindings=bindings))
+  progress = step.Progress()
+  done = []
+  monkeypatch.setattr(step, '_measure', lambda *_: done.append(progress.doing) or measured)
+  plan = step.plan(request(gin_files=files, gin_bindings=bindings), progress)
   assert plan['batch_unit'] == 3 * 8
+  assert done == ['compiling the train step', 'compiling the eval step']
 
 
 def plan_that_does_not_fit():
@@ -282,6 +289,19 @@ def test_the_time_of_a_step_is_that_of_its_parts_at_peak_rates():
   assert topology.step_seconds('cpu:8', 1e9, 1e9, moved) is None
 
 
+def test_a_plan_says_what_it_does_and_how_it_ended(monkeypatch, capsys):
+  waits = [None, KeyboardInterrupt]
+  monkeypatch.setattr(step.time, 'sleep', mock.Mock(side_effect=waits))
+  with pytest.raises(KeyboardInterrupt):
+    step.Progress('compiling the eval step').keep_printing()
+  assert re.fullmatch(r'compiling the eval step: \d+ CPU s in 0 s\n', capsys.readouterr().out)
+  program = "import os; print('compiling', flush=True); os.write(2, b'a reason'); os.abort()"
+  monkeypatch.setattr(worker, '_RUN', program)
+  with pytest.raises(ChildProcessError, match='for cpu:8 ended by SIGABRT: a reason'):
+    worker.compile_in_process(request())
+  assert capsys.readouterr().err == 'compiling\n'
+
+
 def test_virtual_devices_keep_the_flags_of_xla(monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', '--xla_x=1')
   flags = '--xla_x=1 --xla_force_host_platform_device_count=4'
@@ -291,7 +311,7 @@ def test_virtual_devices_keep_the_flags_of_xla(monkeypatch):
 def test_topologies():
   known = {'cpu:12': ('cpu', '12'), 'v3:8x8': ('v3', '8x8'), 'v5p': ('v5p', '2x2x1')}
   assert {name: topology.parse(name) for name in known} == known
-  for name in ('cpu', 'cpu:0', 'v3:8', 'v3:8by8', 'tpu'):
+  for name in ('cpu', 'cpu:0', 'v3:8', 'v3:8by8', 'tpu', 'v5e:0x4'):
     with pytest.raises(ValueError, match='--topology=.*cpu:N'):
       topology.parse(name)
 
