@@ -23,7 +23,7 @@ from absl import flags
 
 from het_plugin import reporting
 from het_plugin.config import command_line, distributed, flag_values
-from het_plugin.estimators import noise_test, probe
+from het_plugin.estimators import noise_gain, probe
 from het_plugin.operations import stopping
 
 
@@ -94,7 +94,7 @@ def tested(train: str, chosen: probe.Settings) -> reporting.Report:
   settings = {name: getattr(chosen, name) for name in ('folds', 'tol', 'max_iter', 'seed')}
   if F['heads'].present:
     settings['heads'] = [name for name in chosen.heads if name != 'det']
-  return noise_test.of_rows(
+  return noise_gain.of_rows(
     train, chosen.target, C=chosen.c[0], num_factors=chosen.num_factors[0], **settings
   )
 

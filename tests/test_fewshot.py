@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from het_plugin import fewshot, runs
+from het_plugin import fewshot, rows, runs
 from het_plugin.evaluation import fewshot as evaluation_fewshot
 from het_plugin.measures import few_shot
+from het_plugin.measures import fewshot as measures_fewshot
 
 
 @pytest.fixture(scope='module')
@@ -23,8 +24,8 @@ def files(tmp_path_factory):
   paths = {}
   for run, features in (('clean', x), ('noisy', noisy)):
     paths[run] = tuple(str(folder / f'{run}_{split}.npz') for split in ('train', 'test'))
-    for path, rows in zip(paths[run], (slice(0, 400), slice(400, 600)), strict=True):
-      np.savez(path, x=features[rows], y=y[rows])
+    for path, part in zip(paths[run], (slice(0, 400), slice(400, 600)), strict=True):
+      np.savez(path, x=features[part], y=y[part])
   return paths
 
 
@@ -246,6 +247,28 @@ def test_a_data_set_that_is_unknown_is_found_before_a_run_is_opened(run_main, mo
   monkeypatch.setattr(runs, 'configuration', lambda *_: config)
   error = run_main(fewshot, '--checkpoint=run', '--datasets=digits,bird', code=2)
   assert "--datasets=bird: mixture_or_task_name is 'bird'" in error
+
+
+def test_votes_count_as_the_most_frequent_one(tmp_path):
+  rng = np.random.default_rng(0)
+  y = np.arange(60) % 3
+  x = (np.eye(3)[y] + rng.normal(size=(60, 3))).astype(np.float32)
+  people = np.stack([(y + 1) % 3, y, y], axis=1)
+  files = {'one': y[:, None], 'votes': people, 'classes': people[:, :2]}
+  found = {}
+  for name, labels in files.items():
+    path = str(tmp_path / f'{name}.npz')
+    rows.write(path, rows.Rows({'features': x}, labels.astype(np.int32), np.arange(60)))
+    of_fits = {'protocol': measures_fewshot.PROTOCOLS['loo'], 'shots': (5,), 'seeds': (0,)}
+    if name == 'classes':
+      with pytest.raises(
+        ValueError, match='classes.npz: example 0 has 2 labels, and none is there t'
+      ):
+        evaluation_fewshot.from_files(None, [path], [path], **of_fits)
+    else:
+      (of_run,) = evaluation_fewshot.from_files(None, [path], [path], **of_fits).values()
+      found[name] = of_run['saved'][5].mean
+  assert found['votes'] == found['one'] > 0.5
 
 
 def test_several_classes_of_an_image_are_refused(tmp_path):

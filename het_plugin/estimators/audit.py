@@ -275,7 +275,7 @@ def write_suggested(path: str, listed: Listed) -> None:
   takes the suggested labels. Others are files of rows. Weights and annotators of the labels are
   left out: they are those of the labels before.
   """
-  if path.endswith('.csv'):
+  if str(path).endswith('.csv'):
     _write_table(path, listed)
     return
   labels = np.where(listed.found.kind == 'wrong', listed.found.suggested, listed.label)[:, None]

@@ -488,7 +488,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     return self._map('log_odds' if self.target_ == 'indicator' else 'log_prob', X)
 
   def _scores(self, X):
-    """The same, calibrated."""
+    """Calibrated log p, or log odds for an indicator, [N, K]."""
     scores = self._raw_scores(X)
     if self.calibration_ is None:
       return scores

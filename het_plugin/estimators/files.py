@@ -15,7 +15,7 @@ from het_plugin import heads as linen_heads
 from het_plugin import weights
 from het_plugin.estimators.calibration import Calibration
 from het_plugin.estimators.classifier import HeadClassifier
-from het_plugin.estimators.heads import CLASSIFIERS
+from het_plugin.estimators.classifiers import CLASSIFIERS
 from het_plugin.estimators.model import Model, on_features
 from het_plugin.weights.files import CHECKSUM, as_stored, check_sum, checksum, save_safetensors
 

@@ -61,7 +61,7 @@ class Model:
 
   @property
   def deterministic(self) -> 'Model':
-    """The same without noise."""
+    """This model without noise."""
     return dataclasses.replace(self, head='det', noise=(), num_samples=1)
 
   def make_head(self) -> heads.Classifier:

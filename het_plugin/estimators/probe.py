@@ -17,7 +17,7 @@ from sklearn.model_selection import KFold, train_test_split
 from het_plugin import reporting
 from het_plugin.estimators import inputs
 from het_plugin.estimators.classifier import HeadClassifier
-from het_plugin.estimators.heads import CLASSIFIERS
+from het_plugin.estimators.classifiers import CLASSIFIERS
 from het_plugin.estimators.model import is_noise
 from het_plugin.estimators.selection import NOISE_SHARE, least_noise
 from het_plugin.evaluation.uncertainty_report import calibration_figures

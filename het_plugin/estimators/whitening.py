@@ -1,13 +1,11 @@
 """Coordinates in which the objective has about unit curvature, so that a search takes few steps.
 
-The matrices that act on the features, with their biases, are [K; b] = T (s * theta) R^T, and J is
-(s * theta) R^T. T makes the features white: T T^T is the inverse of E[c (x, 1) (x, 1)^T] plus the
-curvature of the penalty, where c is the curvature of a row's loss by its logits. Badly scaled or
-correlated features then cost no iterations. R are the eigenvectors of the second moments of the
-gradient of a row's loss by the outputs (the location, v and d before its softplus), and s^-2 is
-their curvature: the Fisher matrix as a Kronecker product (Martens and Grosse 2015,
-https://arxiv.org/abs/1503.05671). Directions of the noise that change little then move as fast as
-W. The objective itself does not change.
+    [K; b] = T (s * theta) R^T    for the matrices on features, with their biases
+    J      = (s * theta) R^T
+
+The objective itself does not change. T is about the features, R and s are about the outputs: the
+location, v, and d before its softplus. Together they are the Fisher matrix as a Kronecker product
+(Martens and Grosse 2015, https://arxiv.org/abs/1503.05671).
 """
 
 import dataclasses
@@ -59,7 +57,7 @@ def _some(values: jax.Array, num_rows: int) -> jax.Array:
 
 
 def _second_moments(weight, g):
-  """sum_b w_b g_b g_b^T."""
+  """sum_b w_b g_b g_b^T, [Q, Q] from weight [B] and g [B, Q]."""
   return jnp.matmul(g.T * weight, g, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -108,9 +106,10 @@ def _output_moments(model, params, rows):
       return model.nll_of(dataclasses.replace(logits, covariance=changed), target).sum()
 
     by_loading, by_diag = jax.grad(nll, argnums=(0, 1))(noise.dense_loading(), noise.diag)
-    by_scale = jnp.einsum('brq,rq->bq', by_loading, noise.loading)
+    # The loading is v(x) * J: [B, R, Q] from v [B, Q] and J [R, Q].
+    by_scale = jnp.einsum('brq,rq->bq', by_loading, noise.loading)  # [B, Q], by v
     by_diag *= -jnp.expm1(MIN_DIAG - noise.diag)  # the derivative of the softplus
-    by_j = (by_loading * noise.scale[:, None]).reshape(-1, noise.diag.shape[-1])
+    by_j = (by_loading * noise.scale[:, None]).reshape(-1, noise.diag.shape[-1])  # [B R, Q]
     of_factor = jnp.repeat(weight, noise.num_factors) / noise.num_factors
     return found | {
       ('covariance', 'v_kernel'): _second_moments(weight, by_scale),
@@ -133,7 +132,8 @@ def of_features(moments: np.ndarray, ridge: np.ndarray) -> tuple[np.ndarray, np.
   part [D + 1] of the unit curvature that is the penalty's.
   """
   moments = moments + np.diag(ridge)
-  # Small features would lie below the floor otherwise.
+  # T T^T is the inverse of the moments, so badly scaled or correlated features cost no iterations.
+  # The scale comes first: small features would lie below the floor otherwise.
   scale = 1.0 / np.sqrt(np.maximum(np.diag(moments), np.finfo(np.float32).tiny))
   values, vectors = np.linalg.eigh(scale[:, None] * moments * scale)
   floor = values[-1] * len(moments) * np.finfo(np.float32).eps
@@ -159,6 +159,8 @@ def whitening_of(model: Model, params, rows: Blocks) -> Whitening:
   }
   unit = np.trace(output_moments['head', 'kernel']) / model.num_classes
   for path, moments in output_moments.items():
+    # R are the eigenvectors, and s^-2 the eigenvalues with the penalty, relative to a column of W:
+    # directions of the noise that change little then move as fast as W.
     values, right = np.linalg.eigh(moments)
     strength = rows.noise_strength if is_noise(path) else rows.strength
     if on_features(model, path):
@@ -210,6 +212,7 @@ def _to_params(whitening, path, x):
 
 
 def _to_theta(whitening, path, x):
+  # The inverse of `_to_params`, given a whitening whose `left` is T^-1. R is orthogonal.
   x = x if path[-1] == 'J' else _multiply(whitening.left, x)
   if path in whitening.scale:
     x = _multiply(x, whitening.right[path]) / whitening.scale[path]

@@ -177,12 +177,12 @@ class Rows:
     return self.take(np.argsort(self.index, kind='stable')[np.sort(places)])
 
   def without(self, column: str) -> 'Rows':
-    """The same examples without a column."""
+    """These examples without a column."""
     columns = {name: x for name, x in self.columns.items() if name != column}
     return dataclasses.replace(self, columns=columns)
 
   def ordered(self) -> 'Rows':
-    """The same examples ascending by id."""
+    """These examples, ascending by id."""
     return self.take(np.argsort(self.index, kind='stable'))
 
 

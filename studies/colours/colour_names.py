@@ -44,7 +44,7 @@ from benchmarks.command_line import (
   write_json,
 )
 from het_plugin.estimators import CLASSIFIERS
-from het_plugin.estimators.noise_test import HIDDEN, noise_test
+from het_plugin.estimators.noise_gain import HIDDEN, noise_test
 from het_plugin.estimators.probe import num_noise_params, price
 from het_plugin.measures.comparison import extreme_share
 from het_plugin.measures.uncertainty import stderr

@@ -18,7 +18,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.command_line import make_parser, print_table, read_json, write_json
-from het_plugin.estimators.noise_test import HIDDEN, noise_test
+from het_plugin.estimators.noise_gain import HIDDEN, noise_test
 from het_plugin.reporting import style
 from studies.known_truth import known_truth
 from studies.noisy_labels import noisy_labels

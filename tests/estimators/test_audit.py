@@ -10,7 +10,7 @@ import pytest
 from sklearn.metrics import average_precision_score
 
 from het_plugin import rows as rows_lib
-from het_plugin.estimators import DetClassifier, inputs, minibatch, noise_test, probe
+from het_plugin.estimators import DetClassifier, inputs, minibatch, noise_gain, probe
 from het_plugin.estimators import audit as audit_lib
 from het_plugin.estimators.probe import Settings
 from het_plugin.evaluation.examples import Examples
@@ -131,7 +131,7 @@ def test_wrong_labels_are_one_sentence():
   with pytest.raises(ValueError, match='--rounds=0 must be at least 1'):
     audit_lib.audit(x, label, Settings(**SETTINGS), rounds=0)
   with pytest.raises(ValueError, match=r'y has shape \(60,\); it must be \[50\]'):
-    noise_test.noise_test(x[:50], label, progress=False)
+    noise_gain.noise_test(x[:50], label, progress=False)
 
 
 PEAK = """

@@ -310,7 +310,7 @@ class _Fold:
     return scores
 
   def hidden(self) -> dict[str, np.ndarray]:
-    """The same under each strength of a random hidden layer."""
+    """Gains under each strength of a random hidden layer."""
     test = self.test
     det = self.det.params
     rng = np.random.default_rng(test.seed)

@@ -9,7 +9,7 @@ import pytest
 
 from het_plugin import probe as probe_main
 from het_plugin.estimators.first_order import FirstOrder
-from het_plugin.estimators.noise_test import HIDDEN, noise_test
+from het_plugin.estimators.noise_gain import HIDDEN, noise_test
 
 D = 5
 K = 6
