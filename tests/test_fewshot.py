@@ -268,7 +268,7 @@ def test_votes_count_as_the_most_frequent_one(tmp_path):
     else:
       (of_run,) = evaluation_fewshot.from_files(None, [path], [path], **of_fits).values()
       found[name] = of_run['saved'][5].mean
-  assert found['votes'] == found['one'] > 0.5
+  assert found['votes'] == found['one'] > 0.4  # chance is a third
 
 
 def test_several_classes_of_an_image_are_refused(tmp_path):
