@@ -47,8 +47,8 @@ class Progress:
     start = time.monotonic()
     while True:
       time.sleep(seconds)
-      elapsed = time.monotonic() - start
-      print(f'{self.doing}: {time.process_time():.0f} CPU s in {elapsed:.0f} s', flush=True)
+      used = f'{time.process_time():.0f} CPU s in {time.monotonic() - start:.0f} s so far'
+      print(f'{self.doing}: {used}', flush=True)
 
 
 def main() -> None:
