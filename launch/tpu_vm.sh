@@ -93,7 +93,8 @@ parse_arguments() {
 # Sets SLICE, the flags that ask for the slice, from the table in het_plugin/planning/slices.py.
 parse_topology() {
   local flags
-  type python3 > /dev/null 2>&1 || die 'there is no python3 here, which knows the slices'
+  python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2> /dev/null ||
+    die 'python3 must be Python 3.10 or newer here: it reads the table of slices'
   flags="$(python3 -I "$ROOT/het_plugin/planning/slices.py" "$TOPOLOGY")" || exit 2
   read -ra SLICE <<< "$flags"
 }

@@ -39,7 +39,8 @@ def parse(name: str) -> tuple[str, str]:
   try:
     return slices.parse(name)
   except ValueError as error:
-    raise ValueError(f'{error}, or cpu:N for N virtual CPU devices') from error
+    others = '' if generation in slices.GENERATIONS else ', or cpu:N for N virtual CPU devices'
+    raise ValueError(f'{error}{others}') from error
 
 
 def check(name: str, num_slices: int = 1, mesh: Sequence[int] | None = None) -> None:

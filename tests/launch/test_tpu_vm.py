@@ -188,10 +188,15 @@ def test_a_run_that_trains_already_keeps_its_arguments_and_says_so(cloud):
   assert 'training runs already, with the arguments that it was started with' in result.stderr
 
 
-def test_a_machine_without_gcloud_is_told_so(tmp_path):
+def test_a_machine_without_gcloud_or_python_is_told_so(tmp_path):
   for name in ('bash', 'dirname', 'mktemp', 'rm', 'mkdir'):
     (tmp_path / name).symlink_to(shutil.which(name))
-  for arguments in (['delete', *WHERE], ['collect', *WHERE, '--model_dir=gs://b/x']):
+  no_gcloud = 'there is no gcloud here'
+  for arguments, words in (
+    (['delete', *WHERE], no_gcloud),
+    (['collect', *WHERE, '--model_dir=gs://b/x'], no_gcloud),
+    (['create', *WHERE, '--topology=v5e:4x4'], 'python3 must be Python 3.10 or newer'),
+  ):
     result = subprocess.run(
       ['bash', str(SCRIPT), *arguments],
       cwd=tmp_path,
@@ -199,7 +204,7 @@ def test_a_machine_without_gcloud_is_told_so(tmp_path):
       capture_output=True,
       text=True,
     )
-    assert result.returncode == 1 and 'there is no gcloud here' in result.stderr
+    assert result.returncode == 1 and words in result.stderr
     assert result.stderr.count('\n') == 1 and not (tmp_path / 'runs').exists()
 
 
