@@ -140,7 +140,7 @@ def score_examples(
       >>> log_prob = np.log([[0.9, 0.1], [0.4, 0.6], [0.5, 0.5]])
       >>> scores = uncertainty.score_examples(log_prob, np.array([[0], [0], [1]]), ks=(1,))
       >>> scores.correct
-      array([1., 0., 0.])
+      array([1. , 0. , 0.5])
       >>> round(uncertainty.summarize(scores)['nll'], 3)  # nats per example
       0.572
 
