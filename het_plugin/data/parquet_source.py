@@ -12,7 +12,7 @@ import binascii
 import collections
 import functools
 import json
-import logging
+import os
 import pathlib
 import threading
 import zlib
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from het_plugin.data import array_source, shards
@@ -45,12 +46,17 @@ class _Files:
     self.name = f'{prefix}:{argument}'
     path, self.settings = shards.parse(self.name, argument, uses)
     root, self.paths = shards.find(self.name, path, '.parquet')
+    self._stats = [shards.stat(path) for path in self.paths]
     self._metadata = [_footer(path) for path in self.paths]
-    self.schema = self._metadata[0].schema.to_arrow_schema()
-    for path, metadata in zip(self.paths, self._metadata, strict=True):
-      if metadata.schema.to_arrow_schema().names != self.schema.names:
+    self._schemas = [metadata.schema.to_arrow_schema() for metadata in self._metadata]
+    counts = [metadata.num_rows for metadata in self._metadata]
+    # A file without rows may have columns without a type.
+    first = int(np.argmax(np.array(counts) > 0))
+    self.schema = self._schemas[first]
+    for path, schema in zip(self.paths, self._schemas, strict=True):
+      if set(schema.names) != set(self.schema.names):
         raise ValueError(
-          f'{self.name}: {path} has other columns than {self.paths[0]}; name the folder or the '
+          f'{self.name}: {path} has other columns than {self.paths[first]}; name the folder or the '
           'pattern of one data set.'
         )
     groups = [
@@ -64,20 +70,37 @@ class _Files:
     if not self.num_rows:
       raise ValueError(f'{self.name}: the files hold no rows.')
     self.image = self._column('image', IMAGE_NAMES, _holds_images)
-    self._cache: collections.OrderedDict[int, pa.ChunkedArray] = collections.OrderedDict()
-    self._lock = threading.Lock()
+    # The path of an image, which may lead anywhere, is not even read.
+    self._image_columns = [
+      f'{self.image}.bytes' if pa.types.is_struct(schema.field(self.image).type) else self.image
+      for schema in self._schemas
+    ]
     self._check_groups()
     self.splits = self._splits(root)
+    self._start_cache()
+
+  def _start_cache(self) -> None:
+    self._cache: collections.OrderedDict[int, pa.ChunkedArray] = collections.OrderedDict()
+    self._cached_bytes = 0
+    self._lock = threading.Lock()
+
+  def __getstate__(self) -> dict[str, Any]:
+    # A worker process that gets a copy has a cache and a lock of its own.
+    return {k: v for k, v in self.__dict__.items() if k not in ('_cache', '_cached_bytes', '_lock')}
+
+  def __setstate__(self, state: Mapping[str, Any]) -> None:
+    self.__dict__.update(state)
+    self._start_cache()
 
   @property
   def version(self) -> str:
     """Number of rows, and a checksum of names, sizes and footers."""
     checksum = 0
-    for path, metadata in zip(self.paths, self._metadata, strict=True):
+    for path, metadata, (size, _) in zip(self.paths, self._metadata, self._stats, strict=True):
       with open(path, 'rb') as file:
         file.seek(-metadata.serialized_size - 8, 2)
         checksum = zlib.crc32(file.read(), checksum)
-      checksum = zlib.crc32(f'{path.name} {path.stat().st_size}'.encode(), checksum)
+      checksum = zlib.crc32(os.fsencode(f'{path.name} {size}'), checksum)
     return f'{self.num_rows} rows {checksum:08x}'
 
   def _column(
@@ -89,6 +112,11 @@ class _Files:
     if named := self.settings.get(use):
       if named not in columns:
         raise ValueError(f'{self.name}: there is no column {named!r}; the columns are {shown}.')
+      if not fits(columns[named]):
+        raise ValueError(
+          f'{self.name}: the column {named!r} is {_shown(columns[named])}, which is no type of '
+          f'{use}s; the columns are {shown}.'
+        )
       return named
     fitting = [name for name, kind in columns.items() if fits(kind)]
     usual = [name for name in names if name in fitting]
@@ -101,12 +129,11 @@ class _Files:
 
   def _check_groups(self) -> None:
     for i, metadata in enumerate(self._metadata):
+      paths = [metadata.schema.column(k).path for k in range(metadata.num_columns)]
+      chunks = [k for k, path in enumerate(paths) if path == self._image_columns[i]]
       for j in range(metadata.num_row_groups):
-        size = sum(
-          chunk.total_uncompressed_size
-          for chunk in (metadata.row_group(j).column(k) for k in range(metadata.num_columns))
-          if chunk.path_in_schema.split('.')[0] == self.image
-        )
+        group = metadata.row_group(j)
+        size = sum(group.column(k).total_uncompressed_size for k in chunks)
         if size > _GROUP_BYTES:
           raise ValueError(
             f'{self.name}: row group {j} of {self.paths[i]} has {size / 2**20:,.0f} MiB of images, '
@@ -129,20 +156,45 @@ class _Files:
     return shards.train_and_validation(held_out)
 
   def column(self, name: str) -> pa.ChunkedArray:
-    """A whole column, of all rows.
+    """A column of all files, in the order of rows.
 
     Raises:
-      ValueError: a file is damaged.
+      ValueError: a file is damaged, or has another type of column than the others.
     """
     parts = []
-    for path, metadata in zip(self.paths, self._metadata, strict=True):
+    for i, path in enumerate(self.paths):
       try:
-        parts.append(pq.read_table(path, columns=[name], partitioning=None)[name])
+        with self._open(i) as file:
+          parts.append(file.read(columns=[name])[name].combine_chunks())
       except (pa.ArrowException, OSError) as error:
         raise ValueError(f'{self.name}: {path}: column {name} cannot be read: {error}') from error
-      if len(parts[-1]) != metadata.num_rows:
-        raise ValueError(f'{self.name}: {path} changed while it was read.')
-    return pa.chunked_array([chunk for part in parts for chunk in part.chunks], parts[0].type)
+    schemas = [pa.schema([(name, part.type)]) for part in parts]
+    try:
+      kind = pa.unify_schemas(schemas, promote_options='permissive').field(0).type
+      return pa.chunked_array([part.cast(kind) for part in parts], kind)
+    except pa.ArrowException as error:
+      raise ValueError(
+        f'{self.name}: {name} has one type in some files and another in others: {error}'
+      ) from error
+
+  def class_names(self, column: str) -> tuple[str, ...] | None:
+    """The names of the classes in the schemas' metadata; ValueError if two files differ."""
+    found = {}  # by path
+    for path, schema in zip(self.paths, self._schemas, strict=True):
+      if names := _class_names(schema, column):
+        found.setdefault(names, path)
+    if len(found) > 1:
+      one, other, *_ = found.values()
+      raise ValueError(
+        f'{self.name}: {one} and {other} have other names for the classes of {column}, or another '
+        'order of them: read them as two data sets.'
+      )
+    return next(iter(found), None)
+
+  def _open(self, i: int) -> pq.ParquetFile:
+    if shards.stat(self.paths[i]) != self._stats[i]:
+      raise ValueError(f'{self.paths[i]} changed since the start: start again.')
+    return pq.ParquetFile(self.paths[i], metadata=self._metadata[i])
 
   def images(self, rows: np.ndarray) -> list[bytes | None]:
     """The encoded images of rows, int64 [B]; None where a row or its group cannot be read."""
@@ -161,18 +213,18 @@ class _Files:
         self._cache.move_to_end(group)
         return self._cache[group]
     i, j = self._groups[group]
-    column = self.image
-    if pa.types.is_struct(self.schema.field(self.image).type):
-      column = f'{self.image}.bytes'  # the path, which may lead anywhere, is never followed
     try:
-      file = pq.ParquetFile(self.paths[i], metadata=self._metadata[i], memory_map=True)
-      values = file.read_row_group(j, columns=[column])[self.image]
+      with self._open(i) as file:
+        values = file.read_row_group(j, columns=[self._image_columns[i]])[self.image]
     except (pa.ArrowException, OSError):
       return None
     with self._lock:
-      self._cache[group] = values
-      while len(self._cache) > 1 and sum(x.nbytes for x in self._cache.values()) > _CACHE_BYTES:
-        self._cache.popitem(last=False)
+      if group not in self._cache:  # another thread may have read it, too
+        self._cache[group] = values
+        self._cached_bytes += values.nbytes
+      while len(self._cache) > 1 and self._cached_bytes > _CACHE_BYTES:
+        _, oldest = self._cache.popitem(last=False)
+        self._cached_bytes -= oldest.nbytes
     return values
 
   def describe(self, row: int) -> str:
@@ -187,40 +239,42 @@ class ParquetSource:
 
   Labels are class numbers, names, or lists of either; or soft labels, lists of K floats. Names of
   the numbers are those of the schema's metadata (`huggingface`). Columns `label_weight`, `weight`
-  and `annotator` are as in an NPZ file (docs/data.md).
+  and `annotator` are as in an NPZ file (docs/data.md). The row of an image without a label (null,
+  -1 or '') is masked, unless a list is empty and others have several labels.
   """
 
   def __init__(self, argument: str):
     """Reads footers and labels. ValueError if there are none, or a column is unclear."""
     self._files = _Files('parquet', argument, ('image', 'label', *LABEL_FIELDS))
     column = self._files._column('label', LABEL_NAMES, _holds_labels)
-    names = _class_names(self._files.schema, column)
     values = self._files.column(column)
-    labels, names = _labels(self._files.name, column, values, names)
+    names = self._files.class_names(column)
+    labels, names = _labels(f'{self._files.name}: {column}', values, names)
     arrays = {'label': labels}
     for field in LABEL_FIELDS:
       chosen = self._files.settings.get(field, field)
       if chosen in self._files.schema.names:
-        arrays[field] = _padded(self._files.column(chosen), '' if field == 'annotator' else 0)
-    splits = _labelled(self._files.splits, labels)
-    num_rows = self._files.num_rows
-    kept = np.sort(np.concatenate(list(splits.values())))
-    if len(kept) < num_rows:  # the rows of splits without labels are read by nobody
-      arrays = {name: array[kept] for name, array in arrays.items()}
-    num_classes, of_kept, annotators = array_source.labels_of(
-      self._files.name, arrays, names, len(kept)
+        kind = pa.string() if field == 'annotator' else pa.float64()
+        where = f'{self._files.name}: {chosen}'
+        array = _padded(
+          where, self._files.column(chosen), kind, '' if field == 'annotator' else 0.0
+        )
+        arrays[field] = array[:, None] if field == 'annotator' and array.ndim == 1 else array
+    self._has_label = _has_label(values, labels)
+    self._rows = shards.labelled(self._files.splits, self._has_label)
+    # A row without a label stands here for one that has one; its image is masked.
+    rows = np.where(self._has_label, np.arange(len(labels)), np.argmax(self._has_label))
+    num_classes, self._labels, annotators = array_source.labels_of(
+      self._files.name, {name: array[rows] for name, array in arrays.items()}, names, len(rows)
     )
-    self._labels = np.zeros((num_rows, *of_kept.shape[1:]), of_kept.dtype)
-    self._labels[kept] = of_kept
-    self._rows = splits
-    fields = tuple(x for x in of_kept.dtype.names or () if x != 'label')
-    max_labels = (of_kept['label'] if fields else of_kept).shape[1]
+    fields = tuple(x for x in self._labels.dtype.names or () if x != 'label')
+    max_labels = (self._labels['label'] if fields else self._labels).shape[1]
     self.info = TaskInfo(
       num_classes=num_classes,
       multi_label=max_labels > 1 and 'label_weight' not in fields,
       channels=3,
       class_names=names,
-      splits={split: len(rows) for split, rows in splits.items()},
+      splits={split: len(rows) for split, rows in self._rows.items()},
       max_labels=max_labels,
       label_fields=fields,
       annotators=annotators,
@@ -236,7 +290,9 @@ class ParquetSource:
     self, split: str, ids: np.ndarray, size: int, seed: int
   ) -> tuple[list[bytes | None], np.ndarray]:
     rows = self._rows[split][ids]
-    return self._files.images(rows), self._labels[rows]
+    images = self._files.images(rows)
+    known = self._has_label[rows].tolist()
+    return [x if y else None for x, y in zip(images, known, strict=True)], self._labels[rows]
 
   def describe(self, split: str, example_id: int) -> str:
     return self._files.describe(int(self._rows[split][example_id]))
@@ -283,11 +339,13 @@ def _shown(kind: pa.DataType) -> str:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-  return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+  tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+  return any(test(kind) for test in tests)
 
 
 def _is_binary(kind: pa.DataType) -> bool:
-  return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+  tests = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
+  return any(test(kind) for test in tests)
 
 
 def _item(kind: pa.DataType) -> pa.DataType | None:
@@ -308,10 +366,15 @@ def _holds_texts(kind: pa.DataType) -> bool:
 
 
 def _holds_labels(kind: pa.DataType) -> bool:
+  element = _element(kind)
+  numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+  return _is_text(element) or any(test(element) for test in numbers)
+
+
+def _element(kind: pa.DataType) -> pa.DataType:
+  """The type of a value, also in a list, and without a dictionary."""
   element = _item(kind) or kind
-  element = element.value_type if pa.types.is_dictionary(element) else element
-  is_soft = _item(kind) is not None and pa.types.is_floating(element)
-  return pa.types.is_integer(element) or _is_text(element) or is_soft
+  return element.value_type if pa.types.is_dictionary(element) else element
 
 
 def _encoded(value: Any) -> bytes | None:
@@ -332,64 +395,72 @@ def _class_names(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
     feature = json.loads(schema.metadata[b'huggingface'])['info']['features'][column]
     feature = feature[0] if isinstance(feature, list) else feature.get('feature', feature)
     return tuple(map(str, feature['names']))
-  except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+  except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError):
     return None
 
 
-def _padded(values: pa.ChunkedArray, padding: Any) -> np.ndarray:
-  """A column [N], or [N, L] of lists whose rows are padded."""
+def _flat(values: pa.ChunkedArray) -> pa.ChunkedArray:
+  """The values of a column, or of all its lists, without a dictionary."""
+  flat = values if _item(values.type) is None else pc.list_flatten(values)
+  return flat.cast(_element(flat.type))
+
+
+def _padded(where: str, values: pa.ChunkedArray, kind: pa.DataType, padding: Any) -> np.ndarray:
+  """A column of `kind`, [N], or [N, L] of lists whose rows are padded; nulls are padding, too."""
+  try:
+    flat = _flat(values).cast(kind).fill_null(padding).to_numpy()
+  except pa.ArrowException as error:
+    raise ValueError(f'{where} cannot be read as {kind}: {error}') from error
+  return _in_rows(values, flat.astype(str) if flat.dtype.kind == 'O' else flat, padding)
+
+
+def _in_rows(values: pa.ChunkedArray, flat: np.ndarray, padding: Any) -> np.ndarray:
+  """What was made of `_flat(values)`, in the rows of `values`."""
   if _item(values.type) is None:
-    return values.to_numpy()
-  lists = values.combine_chunks()
-  lists = lists.chunks[0] if isinstance(lists, pa.ChunkedArray) else lists
-  lengths = np.asarray(lists.value_lengths().fill_null(0))
-  flat = np.asarray(lists.flatten().to_numpy(zero_copy_only=False))
-  width = max(int(lengths.max(initial=0)), 1)
-  dtype = np.result_type(flat.dtype, type(padding)) if flat.dtype.kind != 'O' else object
-  rows = np.full((len(lengths), width), padding, dtype)
-  rows[np.arange(width) < lengths[:, None]] = flat
-  return rows.astype(str) if dtype is object else rows
+    return flat
+  lengths = _lengths(values)
+  present = np.arange(max(lengths.max(initial=0), 1)) < lengths[:, None]  # [N, L]
+  rows = np.full(present.shape, padding, flat.dtype)
+  rows[present] = flat
+  return rows
+
+
+def _lengths(values: pa.ChunkedArray) -> np.ndarray:
+  """The lengths of lists, [N]; 0 for null."""
+  return pc.list_value_length(values).fill_null(0).to_numpy()
 
 
 def _labels(
-  where: str, column: str, values: pa.ChunkedArray, names: tuple[str, ...] | None
+  where: str, values: pa.ChunkedArray, names: tuple[str, ...] | None
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
-  """Class numbers int [N] or [N, L] padded with -1, or soft labels [N, K]; and the names."""
-  kind = values.type
-  element = _item(kind) or kind
-  if pa.types.is_dictionary(element):
-    values = values.cast(pa.list_(pa.string()) if _item(kind) is not None else pa.string())
-    element = pa.string()
-  if pa.types.is_floating(element):
-    lengths = np.unique(np.asarray(values.combine_chunks().value_lengths().fill_null(0)))
-    if len(lengths) != 1:
+  """Class numbers int64 [N] or [N, L] padded with -1, or soft labels float32 [N, K]; and names."""
+  is_list = _item(values.type) is not None
+  element = _element(values.type)
+  if pa.types.is_floating(element) and is_list:
+    lengths = np.unique(_lengths(values))
+    lengths = lengths[lengths > 0]
+    if len(lengths) > 1:
       raise ValueError(
-        f'{where}: {column} has lists of {lengths[0]} to {lengths[-1]} numbers; soft labels need K '
-        'in each row.'
+        f'{where} has lists of {lengths[0]} to {lengths[-1]} numbers; soft labels need K in each '
+        'row.'
       )
-    return _padded(values, 0.0).astype(np.float32), names
-  if pa.types.is_integer(element):
-    if _item(kind) is None:
-      return np.asarray(values.fill_null(-1)), names
-    return _padded(values, -1), names
-  flat = values if _item(kind) is None else pa.chunked_array([values.combine_chunks().flatten()])
-  if names is None:
-    names = tuple(sorted(filter(None, flat.unique().to_pylist())))
-  numbers = {name: k for k, name in enumerate(names)}
-  if unknown := set(flat.unique().to_pylist()) - numbers.keys() - {None, ''}:
-    raise ValueError(f'{where}: {column} has {sorted(unknown)[0]!r}, which is no name of a class.')
-  texts = _padded(values, '')
-  find = np.vectorize(lambda name: numbers.get(name, -1), otypes=[np.int32])
-  return find(texts), names
+    return _padded(where, values, pa.float32(), 0.0), names
+  if not _is_text(element):
+    if pa.types.is_floating(element):  # as pandas writes numbers of which some are missing
+      values = pc.if_else(pc.is_nan(values), None, values)
+    return _padded(where, values, pa.int64(), -1), names
+  flat = _flat(values).cast(pa.string())
+  found = set(flat.unique().to_pylist()) - {None, ''}
+  names = names or tuple(sorted(found))
+  numbers = shards.class_numbers(where, names, found)
+  flat = pc.index_in(flat, pa.array(numbers, pa.string())).fill_null(-1).to_numpy()
+  return _in_rows(values, flat, -1), names
 
 
-def _labelled(splits: Mapping[str, np.ndarray], labels: np.ndarray) -> dict[str, np.ndarray]:
-  """The splits that have labels: the hub's test splits often have -1 only."""
-  kept = {
-    split: rows
-    for split, rows in splits.items()
-    if labels.dtype.kind == 'f' or (labels[rows] >= 0).any()
-  }
-  for split in splits.keys() - kept.keys():
-    logging.getLogger(__name__).warning('The split %r has no labels and is left out.', split)
-  return kept or dict(splits)
+def _has_label(values: pa.ChunkedArray, labels: np.ndarray) -> np.ndarray:
+  """Which rows have labels, bool [N]; no label is one of several labels' answers."""
+  if labels.dtype.kind == 'f':
+    return _lengths(values) > 0
+  if labels.ndim == 1:
+    return labels != -1
+  return values.is_valid().to_numpy() & ((labels != -1).any(1) | (labels.shape[1] > 1))

@@ -1,10 +1,12 @@
 """Data sets of many files, called shards: their settings, paths and splits."""
 
+import logging
+import os
 import pathlib
 import re
 import urllib.parse
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -20,6 +22,27 @@ _SPLIT_OF = {word: split for split, words in _KEYWORDS.items() for word in words
 _TENTH = np.uint64(2**64 // 10)
 _SAMPLE = 16  # number of images whose size is read
 _HUB_NAME = re.compile(r'(\w[\w.]*)-\d+-of-\d+')  # train-00000-of-00042
+
+
+def stat(path: pathlib.Path) -> tuple[int, int]:
+  """Size and time of change of a file, which tell whether it is still the same."""
+  found = path.stat()
+  return found.st_size, found.st_mtime_ns
+
+
+def class_numbers(where: str, names: Sequence[str], labels: Iterable[str]) -> dict[str, int]:
+  """The number of each name of a class.
+
+  Raises:
+    ValueError: a label is no name, or two classes have the same name.
+  """
+  numbers = {name: k for k, name in enumerate(names)}
+  if unknown := set(labels) - numbers.keys():
+    raise ValueError(f'{where}: {min(unknown)!r} is no name of a class.')
+  if len(numbers) < len(names):
+    twice = next(name for k, name in enumerate(names) if numbers[name] != k)
+    raise ValueError(f'{where}: two classes have the name {twice!r}, which labels use.')
+  return numbers
 
 
 def parse(name: str, argument: str, uses: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -63,29 +86,34 @@ def find(name: str, path: str, suffix: str) -> tuple[pathlib.Path, list[pathlib.
         f'{name}: there is no file {one}, and no folder or pattern with files that end in {suffix}.'
       )
     roots.append(root)
+    if given.is_file():
+      found.add(given)
+      continue
     found |= {
       file
-      for file in ([given] if given.is_file() else root.glob(pattern))
+      for file in root.glob(pattern)
       if file.is_file() and not hidden.search(file.relative_to(root).as_posix())
     }
   if not found:
     raise ValueError(f'{name}: no file there ends in {suffix}.')
-  return roots[0], sorted(found)
+  return pathlib.Path(os.path.commonpath(roots)), sorted(found)
 
 
-def expand(path: str) -> list[str]:
+def expand(path: str) -> Iterator[str]:
   """Paths of a text with braces: `{a,b}` and `{000..099}`, as a shell expands them."""
-  match = re.search(r'\{([^{}]*)\}', path)
+  match = re.search(r'\{([^{}]*(?:,|\.\.)[^{}]*)\}', path)
   if match is None:
-    return [path]
+    yield path
+    return
   first, between, last = match[1].partition('..')
   if between and first.isdecimal() and last.isdecimal():
-    words = [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
+    words = (str(i).zfill(len(first)) for i in range(int(first), int(last) + 1))
   else:
     words = match[1].split(',')
   before = path[: match.start()]
   after = path[match.end() :]
-  return [one for word in words for one in expand(f'{before}{word}{after}')]
+  for word in words:
+    yield from expand(f'{before}{word}{after}')
 
 
 def split_of(path: pathlib.Path, root: pathlib.Path) -> str:
@@ -109,6 +137,14 @@ def train_and_validation(held_out: np.ndarray) -> dict[str, np.ndarray]:
     held_out[:1] = False
   splits = {TRAIN_SPLIT: np.flatnonzero(~held_out), 'validation': np.flatnonzero(held_out)}
   return {split: rows for split, rows in splits.items() if len(rows)}
+
+
+def labelled(splits: Mapping[str, np.ndarray], has_label: np.ndarray) -> dict[str, np.ndarray]:
+  """The splits that have labels; test splits of a competition have none."""
+  kept = {split: rows for split, rows in splits.items() if has_label[rows].any()}
+  for split in splits.keys() - kept.keys():
+    logging.getLogger(__name__).warning('The split %r has no labels and is left out.', split)
+  return kept or dict(splits)
 
 
 def held_out_keys(keys: Iterable[str]) -> np.ndarray:

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import pickle
 import tarfile
 
 import numpy as np
@@ -99,6 +100,14 @@ def test_the_hubs_layout_is_read_in_any_order(tmp_path):
     (pa.array(['b', 'a']).dictionary_encode(), [[1], [0]], ('a', 'b')),
     (pa.array([[0, 2], [1]]), [[0, 2], [1, -1]], None),
     (pa.array([['b'], ['a', 'c']]), [[1, -1], [0, 2]], ('a', 'b', 'c')),
+    (pa.array([2, 0], pa.uint64()), [[2], [0]], None),
+    (pa.array([True, False]), [[1], [0]], None),
+    (pa.array([2.0, 0.0]), [[2], [0]], None),
+    (pa.array([7, 1]).dictionary_encode(), [[7], [1]], None),
+    (pa.array(['b', 'a'], pa.large_string()).dictionary_encode(), [[1], [0]], ('a', 'b')),
+    (pa.array([['b'], ['a']], pa.list_(pa.string(), 1)), [[1], [0]], ('a', 'b')),
+    (pa.array([[0, None, 2], [1]], pa.large_list(pa.uint8())), [[0, -1, 2], [1, -1, -1]], None),
+    (pa.chunked_array([pa.array([[9], [0, 2]]).slice(1), [[]]]), [[0, 2], [-1, -1]], None),
   ],
 )
 def test_labels_of_a_column(tmp_path, labels, expected, names):
@@ -108,6 +117,59 @@ def test_labels_of_a_column(tmp_path, labels, expected, names):
   assert sorted(tasks.get_task(task).info.splits) in (['train'], ['train', 'validation'])
   source = tasks.get_task(task).examples
   assert np.array_equal(source._labels, expected)
+
+
+@pytest.mark.parametrize(
+  'labels',
+  [
+    pa.array([None, 2, -1], pa.int16()),
+    pa.array([None, 2, None], pa.uint8()),
+    pa.array([float('nan'), 2.0, None]),
+    pa.array([None, 'c', '']),
+    pa.array([None, [2], []]),
+    pa.array([None, [0.0, 0.0, 1.0], []]),
+  ],
+)
+def test_rows_without_a_label_are_masked(tmp_path, labels):
+  columns = {'image': [encoded(1), encoded(2), encoded(3)], 'label': labels}
+  write_parquet(tmp_path / 'test.parquet', columns)
+  levels, found = read(f'parquet:{tmp_path}', 'test', [0, 1, 2])
+  assert levels == [None, 2, None]
+  found = found['label'] if found.dtype.names else found
+  assert found[1].tolist() == [0 if pa.types.is_string(labels.type) else 2]
+
+
+def test_files_of_one_data_set_may_differ_in_types(tmp_path):
+  write_parquet(tmp_path / 'test-0.parquet', {'image': pa.nulls(0), 'label': pa.nulls(0)})
+  write_parquet(tmp_path / 'test-1.parquet', {'image': image_struct([4]), 'label': pa.array([1])})
+  images = pa.array([encoded(5)], pa.large_binary())
+  columns = {'label': pa.array([2], pa.uint8()), 'image': images}
+  write_parquet(tmp_path / 'test-2.parquet', columns)
+  levels, labels = read(f'parquet:{tmp_path}', 'test', [1, 0])
+  assert levels == [5, 4] and labels.ravel().tolist() == [2, 1]
+
+
+def test_columns_and_files_with_dots_in_their_names(tmp_path):
+  columns = {'im.a': image_struct([4, 5]), 'im': [encoded(9)] * 2, 'y.fine': [1, 0], 'y': [0, 0]}
+  write_parquet(tmp_path / '.test.parquet', columns)
+  task = f'parquet:{tmp_path}/.test.parquet?image=im.a&label=y.fine'
+  levels, labels = read(task, 'test', [1, 0])
+  assert levels == [5, 4] and labels.ravel().tolist() == [0, 1]
+
+
+def test_copies_of_a_source_read_the_same(tmp_path):
+  write_tar(tmp_path / 'test.tar', samples_of([0, 1, 2]))
+  for prefix in ('parquet', 'parquet_captions', 'webdataset', 'webdataset_captions'):
+    path = tmp_path / 'test.tar'
+    if prefix.startswith('parquet'):
+      path = tmp_path / 'test.parquet'
+      columns = {'image': image_struct([0, 1, 2]), 'label': [0, 1, 2], 'text': ['a', 'b', 'c']}
+      write_parquet(path, columns)
+    source = tasks.get_task(f'{prefix}:{path}').examples
+    ids = np.array([2, 0])
+    expected = source.read('test', ids, 8, 0)
+    images, labels = pickle.loads(pickle.dumps(source)).read('test', ids, 8, 0)
+    assert images == expected[0] and np.array_equal(labels, expected[1])
 
 
 def test_soft_labels_votes_and_weights(tmp_path):
@@ -309,5 +371,5 @@ def test_splits_of_names(tmp_path, name, split):
 
 
 def test_braces_are_expanded_as_by_a_shell():
-  assert shards.expand('a{08..10}.tar') == ['a08.tar', 'a09.tar', 'a10.tar']
-  assert shards.expand('{x,y}{1..2}') == ['x1', 'x2', 'y1', 'y2']
+  assert list(shards.expand('a{08..10}.tar')) == ['a08.tar', 'a09.tar', 'a10.tar']
+  assert list(shards.expand('{x,y}{1..2}')) == ['x1', 'x2', 'y1', 'y2']
