@@ -59,7 +59,7 @@ class Configuration:
   """
 
   def __init__(self, checkpoint: str, step: int | None, arrays: Mapping[str, np.ndarray] | None):
-    """Of gin's current configuration. `arrays` are the content of a published file."""
+    """Takes gin's current configuration. `arrays` are the content of a published file."""
     self.checkpoint = checkpoint
     self.step = step
     self.text = gin.config_str()
