@@ -207,7 +207,7 @@ def test_what_cannot_be_exported(digits_run, features_run, run_main, tmp_path, m
   out.mkdir()
   (out / 'notes').write_text('mine')
   assert 'is no folder of a program' in run_main(*command, '--format=onnx', code=2)
-  assert 'is no folder of a program' in run_main(
+  assert 'no command has written it' in run_main(
     export, run, f'--output={out}/notes', '--format=onnx', code=2
   )
   assert 'must be a local folder' in run_main(
