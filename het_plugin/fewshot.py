@@ -9,7 +9,7 @@ Prints accuracies with standard errors over draws, their averages over data sets
 shows results of earlier calls next to them.
 
 A run's name is METHOD or METHOD/SETTING; averages are over data sets and the settings of a method.
-Several labels of an example are votes, of which the most frequent one counts.
+Several labels of an example are votes. The most frequent one counts.
 
 Files of several data sets make one run under --names=RUN:DATASET,RUN:DATASET.
 """

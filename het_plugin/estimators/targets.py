@@ -104,8 +104,8 @@ def encode(
       with -1, NaN or an empty string for a missing one; or float probabilities [N, K], rows of
       which add up to one.
     target: which of these y is. 'auto' decides by type and shape: one column is classes, zeros and
-      ones are an indicator, strings and integers of which some are missing are votes, and floats
-      are probabilities. Other integers need a target: they may be shares that scikit-learn has
+      ones are an indicator, floats are probabilities, and strings or integers are votes if some
+      are missing. Other integers need a target: they may be shares that scikit-learn has
       numbered.
     classes: classes of a fitted estimator; None finds them in y.
     like: the kind of labels that a fitted estimator has seen. One that has not seen an indicator

@@ -433,7 +433,7 @@ def _score(log_p, labels, index, link, ks, label_weight, expected_entropy, nll) 
 def _among_first(log_p: np.ndarray, labels: np.ndarray, ks: Sequence[int]) -> dict[int, np.ndarray]:
   """How surely each label is among the k most probable classes, {k: float64 [N, L]}; 0 for padding.
 
-  Of t equally probable classes of which j are among the k, each is with j / t.
+  If t classes are equally probable, and only j of them fit among the k, each counts as j / t.
   """
   found = {k: np.zeros(labels.shape) for k in ks}
   for column, label in enumerate(labels.T):

@@ -2,7 +2,7 @@
 
 import re
 
-# Control characters but for the line break, signs that reorder a line, and halves of characters.
+# Control characters except the line break, marks that reorder a line, and lone surrogates.
 _CONTROL = re.compile(
   '[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]'
 )

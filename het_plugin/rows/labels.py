@@ -65,8 +65,8 @@ def check_weights(
     listed: bool [N, L], where there is a label.
 
   Raises:
-    ValueError: weights are negative or not finite, those of an example's labels do not sum to 1, or
-      those of all examples are 0.
+    ValueError: a weight is negative or not finite, the weights of an example's labels do not sum to
+      1, or every example has the weight 0.
   """
   if label_weight is not None:
     shares = np.where(listed, label_weight, 0)
