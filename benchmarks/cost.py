@@ -1,6 +1,6 @@
 """Figure of docs/integrator.md: the error of log p(y) against the cost of the loss, by samples.
 
-    python -m benchmarks.cost docs/figures/cost.svg
+    python -m benchmarks.cost docs/figures/cost.svg [--json OUT]
 
 HET-XL with a softmax, beside the paper's procedure (benchmarks/integrator.py). The cost is CPU time
 of the loss and its gradient over that of DET's, and the error the RMSE over labels that are drawn
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from matplotlib.figure import Figure
 
+from benchmarks.command_line import collect, integers, make_parser
 from benchmarks.integrator import (
   compile_loss,
   loss_rmse,
@@ -40,14 +41,14 @@ def det_loss(x: dict[str, jax.Array], labels: jax.Array, key: jax.Array) -> jax.
   return -jnp.take_along_axis(log_p, labels, axis=-1).mean()
 
 
-def measure(args: argparse.Namespace) -> Iterator[tuple[str, int, float, float]]:
-  """(way, S, cost over DET's, RMSE) of each way and number of samples."""
+def measure(args: argparse.Namespace) -> Iterator[dict[str, str | float]]:
+  """Rows: way, S, cost over DET's, and RMSE."""
   x = make_arguments(args, 'het_xl')
   arguments = (x, jnp.arange(args.batch, dtype=jnp.int32)[:, None], jax.random.key(1))
   det = compile_loss(det_loss, *arguments)
   logits = jax.jit(lambda x: make_logits(*HEAD, x, None))(x)
   log_p = reference_log_prob(args, *HEAD, None)
-  for num_samples in (4, 16, 64, 256, 1000):
+  for num_samples in args.samples:
     independent = Integrator(num_samples, sampler='iid', tilt=False)  # the paper's, in log space
     ours = Integrator(num_samples)
     ways = (
@@ -58,20 +59,21 @@ def measure(args: argparse.Namespace) -> Iterator[tuple[str, int, float, float]]
       functions = (det, compile_loss(loss, *arguments))
       of_det, seconds = time_in_turns(functions, arguments, args.repeats, time.process_time)
       error = loss_rmse(integrator, logits, log_p, args.trials)
-      print(f'{way}, S = {num_samples}: {seconds / of_det:.0f} times DET, RMSE {error:.4f}')
-      yield way, num_samples, seconds / of_det, error
+      yield {'way': way, 's': num_samples, 'cost': seconds / of_det, 'rmse': error}
 
 
-def draw(rows: list[tuple[str, int, float, float]]) -> Figure:
+def draw(rows: list[dict[str, str | float]]) -> Figure:
   figure = style.new_figure(6.0, 3.6)
   ax = figure.subplots()
   for way, look, marker in zip(WAYS, style.STYLES[1:3], style.MARKERS, strict=False):
     color, dashes = look
-    points = [row[1:] for row in rows if row[0] == way]
-    _, cost, error = zip(*points, strict=True)
+    points = [row for row in rows if row['way'] == way]
+    cost = [row['cost'] for row in points]
+    error = [row['rmse'] for row in points]
     ax.loglog(cost, error, color=color, linestyle=dashes, marker=marker, label=way)
-    for num_samples, x, y in points:
-      ax.annotate(f'S = {num_samples}', (x, y), (5, 5), textcoords='offset points')
+    for row in points:
+      at = row['cost'], row['rmse']
+      ax.annotate(f'S = {row["s"]}', at, (5, 5), textcoords='offset points')
   style.plain_axes(ax, 'both')
   ax.set(xlabel='CPU time of loss and gradient, over DET’s', ylabel='RMSE of log p(y)')
   ax.legend()
@@ -79,8 +81,9 @@ def draw(rows: list[tuple[str, int, float, float]]) -> Figure:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = make_parser(__doc__)
   parser.add_argument('file', type=Path, help='the SVG file that is written')
+  parser.add_argument('--samples', type=integers, default=[4, 16, 64, 256, 1000])
   parser.add_argument('--classes', type=int, default=2000, help='classes K')
   parser.add_argument('--batch', type=int, default=8, help='examples B')
   parser.add_argument('--dim', type=int, default=128, help='pre-logits D')
@@ -89,7 +92,8 @@ def main() -> None:
   parser.add_argument('--trials', type=int, default=16, help='keys per example of an RMSE')
   parser.add_argument('--repeats', type=int, default=5, help='timed turns')
   args = parser.parse_args()
-  draw(list(measure(args))).savefig(args.file, metadata={'Date': None})
+  rows = collect(args.json, 2 * len(args.samples), measure(args))
+  draw(rows).savefig(args.file, metadata={'Date': None})
 
 
 if __name__ == '__main__':

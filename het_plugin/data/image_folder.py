@@ -22,7 +22,6 @@ from het_plugin.rows.labels import check_weights
 _log = logging.getLogger(__name__)
 
 _SPLITS = {'train', 'val', 'valid', 'validation', 'test'}  # usual names
-_SAMPLE = 16  # number of images whose size is read
 SUFFIXES = ('.jpg', '.jpeg', '.png')
 CAPTION_FILES = ('captions.jsonl', 'captions.csv', 'captions.tsv')
 
@@ -211,13 +210,8 @@ def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[di
 
 
 def typical_side(files: Sequence[pathlib.Path]) -> float:
-  """The median of the shorter sides of some images, in pixels; infinite if none can be read."""
-  sides = []
-  for path in files[:: max(len(files) // _SAMPLE, 1)]:
-    image = preprocess.decode(read_bytes(path) or b'')
-    if image is not None:
-      sides.append(min(image.shape[:2]))
-  return float(np.median(sides)) if sides else np.inf
+  """`preprocess.typical_side` of files."""
+  return preprocess.typical_side(files, lambda some: map(read_bytes, some))
 
 
 def read_bytes(path: str | os.PathLike) -> bytes | None:

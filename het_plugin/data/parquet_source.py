@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from het_plugin.data import array_source, shards
+from het_plugin.data import array_source, preprocess, shards
 from het_plugin.data.annotations import LABEL_FIELDS
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 
@@ -192,8 +192,7 @@ class _Files:
     return next(iter(found), None)
 
   def _open(self, i: int) -> pq.ParquetFile:
-    if shards.stat(self.paths[i]) != self._stats[i]:
-      raise ValueError(f'{self.paths[i]} changed since the start: start again.')
+    shards.check_unchanged(self.paths[i], self._stats[i], shards.stat(self.paths[i]))
     return pq.ParquetFile(self.paths[i], metadata=self._metadata[i])
 
   def images(self, rows: np.ndarray) -> list[bytes | None]:
@@ -284,7 +283,7 @@ class ParquetSource:
   @functools.cached_property
   def typical_side(self) -> float:
     rows = next(iter(self._rows.values()))
-    return shards.typical_side(self._files.images(shards.spaced(rows)))
+    return preprocess.typical_side(rows, self._files.images)
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
@@ -446,7 +445,7 @@ def _labels(
       )
     return _padded(where, values, pa.float32(), 0.0), names
   if not _is_text(element):
-    if pa.types.is_floating(element):  # as pandas writes numbers of which some are missing
+    if pa.types.is_floating(element):  # pandas writes numbers so if some are missing
       values = pc.if_else(pc.is_nan(values), None, values)
     return _padded(where, values, pa.int64(), -1), names
   flat = _flat(values).cast(pa.string())

@@ -10,7 +10,7 @@ after the last preprocessor is resized, and uint8 levels become float32 in [-1, 
 import contextlib
 import dataclasses
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import cykooz_resizer as fast
 import numpy as np
@@ -21,6 +21,7 @@ Preprocessor = Callable[[np.ndarray, np.random.Generator, int], np.ndarray]
 
 MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's, by number of channels
 _CROP_MARGIN = 256 / 224  # side before the central crop relative to the side after it
+_SAMPLE = 16  # number of images whose size is read
 _ATTEMPTS = 20  # random boxes that a crop tries to fit into the image
 _BILINEAR = fast.ResizeAlg.convolution(fast.FilterType.bilinear)
 
@@ -41,6 +42,16 @@ def decode(encoded: bytes, channels: int = 3) -> np.ndarray | None:
   # Pillow raises these for foreign, truncated and damaged files.
   except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
     return None
+
+
+def typical_side(examples: Sequence, read: Callable[[Sequence], Iterable[bytes | None]]) -> float:
+  """The median of the shorter sides of some images, in pixels; infinite if none can be read.
+
+  `read` gives the encoded images of some of the examples, such as files or numbers of rows.
+  """
+  images = map(decode, filter(None, read(examples[:: max(len(examples) // _SAMPLE, 1)])))
+  sides = [min(image.shape[:2]) for image in images if image is not None]
+  return float(np.median(sides)) if sides else np.inf
 
 
 def resized(

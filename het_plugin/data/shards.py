@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from het_plugin.data import array_source, counter_random, preprocess
+from het_plugin.data import array_source, counter_random
 from het_plugin.data.sources import TRAIN_SPLIT
 
 _KEYWORDS = {
@@ -20,14 +20,19 @@ _KEYWORDS = {
 }
 _SPLIT_OF = {word: split for split, words in _KEYWORDS.items() for word in words}
 _TENTH = np.uint64(2**64 // 10)
-_SAMPLE = 16  # number of images whose size is read
 _HUB_NAME = re.compile(r'(\w[\w.]*)-\d+-of-\d+')  # train-00000-of-00042
 
 
-def stat(path: pathlib.Path) -> tuple[int, int]:
-  """Size and time of change of a file, which tell whether it is still the same."""
-  found = path.stat()
+def stat(file: pathlib.Path | int) -> tuple[int, int]:
+  """Size and time of change of a path or an open file, which tell whether it is still the same."""
+  found = os.stat(file)
   return found.st_size, found.st_mtime_ns
+
+
+def check_unchanged(path: pathlib.Path, before: tuple[int, int], now: tuple[int, int]) -> None:
+  """Raises ValueError if the `stat` of a file is another one now."""
+  if now != before:
+    raise ValueError(f'{path} changed since the start: start again.')
 
 
 def class_numbers(where: str, names: Sequence[str], labels: Iterable[str]) -> dict[str, int]:
@@ -157,15 +162,3 @@ def held_out_rows(name: str, num_rows: int) -> np.ndarray:
   """About a tenth of the rows of a file, bool [N], by hash: other files change nothing here."""
   key = counter_random.base_key(array_source.SPLIT_WORD, zlib.crc32(name.encode()))
   return counter_random.fold(key, np.arange(num_rows)) < _TENTH
-
-
-def spaced(rows: np.ndarray) -> np.ndarray:
-  """Some of the rows, over the whole range."""
-  return rows[:: max(len(rows) // _SAMPLE, 1)]
-
-
-def typical_side(images: Iterable[bytes | None]) -> float:
-  """The median of the shorter sides of images, in pixels; infinite if none can be read."""
-  found = map(preprocess.decode, filter(None, images))
-  sides = [min(image.shape[:2]) for image in found if image is not None]
-  return float(np.median(sides)) if sides else np.inf

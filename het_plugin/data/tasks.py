@@ -5,18 +5,12 @@ ones. docs/data.md has a table of them.
 import contextlib
 import dataclasses
 import functools
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from het_plugin.data import (
-  annotations,
-  array_source,
-  glyphs,
-  image_folder,
-  tfds_names,
-  webdataset_source,
-)
+from het_plugin.data import annotations, array_source, glyphs, image_folder, tfds_names
 from het_plugin.data import augment as augment_lib
 from het_plugin.data import preprocess as pp
 from het_plugin.data import reader as reader_lib
@@ -162,14 +156,16 @@ def _tfds(name: str, source: str = 'TfdsSource') -> ExampleSource:
   return getattr(tfds_source, source)(name)
 
 
-def _parquet(name: str, source: str = 'ParquetSource') -> ExampleSource:
-  from het_plugin.data import parquet_source  # pyarrow takes time to import
+def _later(name: str, source: str) -> ExampleSource:
+  """The source `module.Class`, imported when it is needed, because that takes time."""
+  module, kind = source.split('.')
+  return getattr(importlib.import_module(f'het_plugin.data.{module}'), kind)(name)
 
-  return getattr(parquet_source, source)(name)
 
-
-_parquet_captions = functools.partial(_parquet, source='ParquetCaptionSource')
-_webdataset_captions = webdataset_source.WebDatasetCaptionSource
+_parquet = functools.partial(_later, source='parquet_source.ParquetSource')
+_parquet_captions = functools.partial(_later, source='parquet_source.ParquetCaptionSource')
+_webdataset = functools.partial(_later, source='webdataset_source.WebDatasetSource')
+_webdataset_captions = functools.partial(_later, source='webdataset_source.WebDatasetCaptionSource')
 _tfds_captions = functools.partial(_tfds, source='TfdsCaptionSource')
 
 # prefix: (factory of the source, training preprocessors, evaluation preprocessors, vocabulary)
@@ -178,7 +174,7 @@ _MAKERS: dict[str, tuple[Callable[[str], ExampleSource], Sequence, Sequence, str
   'features': (array_source.features_source, (), (), None),
   'image_folder': (image_folder.ImageFolderSource, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'parquet': (_parquet, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
-  'webdataset': (webdataset_source.WebDatasetSource, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
+  'webdataset': (_webdataset, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'tfds': (_tfds, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'npz_captions': (array_source.npz_captions_source, (), (), 'bytes'),
   'image_folder_captions': (image_folder.CaptionFileSource, _CAPTIONED, _CAPTIONED, 'bytes'),

@@ -2,7 +2,7 @@
 tower. Ids are those of seqio's vocabularies; a vocabulary of seqio is one here, too.
 """
 
-import functools
+import importlib
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -33,6 +33,9 @@ class ByteVocabulary:
     return bytes(tokens).decode(errors='ignore')
 
 
+_OF_BYTES = ByteVocabulary()  # of None and 'bytes'
+
+
 class SentencePieceVocabulary:
   """A SentencePiece model whose padding is id 0 and whose end-of-sequence is id 1."""
 
@@ -40,12 +43,7 @@ class SentencePieceVocabulary:
 
   def __init__(self, path: str):
     """ValueError if the library is missing, the file is no model, or has other special ids."""
-    try:
-      import sentencepiece
-    except ImportError as error:
-      raise ValueError(
-        f'vocabulary is {path!r}; reading it needs a library: pip install sentencepiece'
-      ) from error
+    sentencepiece = _library('sentencepiece', path)
     try:
       self._model = sentencepiece.SentencePieceProcessor(model_proto=epath.Path(path).read_bytes())
     except Exception as error:  # the type depends on the version
@@ -80,12 +78,7 @@ class TokenizerFile:
 
   def __init__(self, path: str):
     """ValueError if the tokenizers library is not installed, or the file cannot be read."""
-    try:
-      import tokenizers
-    except ImportError as error:
-      raise ValueError(
-        f'vocabulary is {path!r}; reading it needs a library: pip install tokenizers'
-      ) from error
+    tokenizers = _library('tokenizers', path)
     try:
       self._tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the library raises Exception itself
@@ -108,6 +101,15 @@ class TokenizerFile:
     return self._tokenizer.decode([i - 2 for i in _before_end(ids) if i > END])
 
 
+def _library(name: str, path: str) -> Any:
+  try:
+    return importlib.import_module(name)
+  except ImportError as error:
+    raise ValueError(
+      f'vocabulary is {path!r}; reading it needs a library: pip install {name}'
+    ) from error
+
+
 def _before_end(ids: Iterable[int]) -> list[int]:
   return list(itertools.takewhile(lambda i: i != END, map(int, ids)))
 
@@ -128,7 +130,7 @@ def get_vocabulary(name: str | Vocabulary | None = None) -> Vocabulary:
 @locked_cache
 def _named(name: Any) -> Vocabulary:
   if name in (None, BYTES):
-    return _of_bytes()
+    return _OF_BYTES
   if not isinstance(name, str) or not name.endswith(('.model', TOKENIZER)):
     raise ValueError(
       f'vocabulary is {name!r}; it must be {BYTES!r} or the path of a .model file or a {TOKENIZER}.'
@@ -136,11 +138,6 @@ def _named(name: Any) -> Vocabulary:
   if not epath.Path(name).exists():
     raise ValueError(f'vocabulary is {name!r}; there is no such file.')
   return TokenizerFile(name) if name.endswith(TOKENIZER) else SentencePieceVocabulary(name)
-
-
-@functools.cache
-def _of_bytes() -> ByteVocabulary:
-  return ByteVocabulary()
 
 
 def vocabulary_name(vocabulary: Vocabulary) -> str:

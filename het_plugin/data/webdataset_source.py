@@ -9,6 +9,7 @@ Reference: https://github.com/webdataset/webdataset
 
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -23,9 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from het_plugin.data import array_source, shards
+from het_plugin.data import array_source, preprocess, shards
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
-from het_plugin.reporting import Progress
 
 IMAGE_FIELDS = ('jpg', 'jpeg', 'png', 'webp')
 NAME_FILES = ('classnames.txt', 'classes.txt', 'class_names.txt')
@@ -97,6 +97,8 @@ class _Shards:
     return index if is_whole and np.array_equal(index.get('stats'), self._stats) else None
 
   def _make_index(self) -> Mapping[str, np.ndarray]:
+    from het_plugin.reporting import Progress  # imports jax, which a kept index does not need
+
     parts = []
     with (
       Progress('index', len(self.paths), unit='shards', first=2.0) as progress,
@@ -205,9 +207,7 @@ class _Shards:
       except OSError:
         continue
       with file:
-        stat = os.fstat(file.fileno())
-        if (stat.st_size, stat.st_mtime_ns) != self._stats[shard]:
-          raise ValueError(f'{path} changed since the start: start again.')
+        shards.check_unchanged(path, self._stats[shard], shards.stat(file.fileno()))
         for i in np.flatnonzero(self._shard[rows] == shard).tolist():
           offset, size = places[rows[i]].tolist()
           if size >= 0:
@@ -297,8 +297,7 @@ class WebDatasetSource:
   def typical_side(self) -> float:
     """The median of the shorter sides of some images, in pixels."""
     rows = next(iter(self._splits.values()))
-    images = self._shards.read(self._shards.image, shards.spaced(rows))
-    return shards.typical_side(images)
+    return preprocess.typical_side(rows, functools.partial(self._shards.read, self._shards.image))
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int

@@ -57,6 +57,15 @@ def test_its_rows_are_consistent_and_its_last_line_concludes(run_script, command
     assert row.get('max_accuracy_difference', 0) == 0 and row.get('agreement', 1) == 1
 
 
+@pytest.mark.slow
+def test_the_cost_of_an_error_is_measured_and_drawn(run_script, tmp_path):
+  sizes = ('--classes=20', '--dim=8', '--factors=2', '--samples=4', '--trials=1', '--repeats=1')
+  rows, _ = run_script('benchmarks.cost', f'{tmp_path}/cost.svg', *sizes)
+  assert [row['s'] for row in rows] == [4, 4] and len({row['way'] for row in rows}) == 2
+  assert all(row['cost'] > 0 and row['rmse'] > 0 for row in rows)
+  assert '<svg' in (tmp_path / 'cost.svg').read_text()
+
+
 def test_tokamax_takes_the_shapes_of_det_or_is_asked_for(
   run_script, call_script, monkeypatch, capsys
 ):

@@ -196,13 +196,14 @@ def run(code):
   return result.stdout.split()
 
 
-def test_few_shot_on_arrays_needs_numpy_only_and_the_core_brings_no_tensorflow():
+def test_few_shot_and_reading_of_data_bring_no_jax_and_the_core_brings_no_tensorflow():
   others = '{"tensorflow", "gin", "seqio", "clu", "orbax"} & set(sys.modules)'
   assert not run(
     'import sys, numpy\n'
     'from het_plugin.measures import few_shot\n'
     'x, y = numpy.eye(4), numpy.arange(4) // 2\n'
     'few_shot(x, y, x, y, shots=(1, 2))\n'
+    'import het_plugin.data.tasks\n'  # which workers that read images import
     f'print(*{others} | ({{"jax"}} & set(sys.modules)))\n'
     'import het_plugin.backbones, het_plugin.estimators\n'
     f'print(*{others})'
