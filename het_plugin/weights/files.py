@@ -92,7 +92,7 @@ def checksum(text: str, arrays: Mapping[str, np.ndarray]) -> str:
   found = hashlib.sha256(text.encode())
   for name, x in sorted(arrays.items()):
     found.update(f'{name} {x.dtype} {x.shape}'.encode())
-    found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+    found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
   return found.hexdigest()
 
 
