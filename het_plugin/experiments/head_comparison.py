@@ -66,7 +66,9 @@ class TimedStep:
   def trainer(self, **settings: Any) -> Any:
     """The trainer_cls of `train`; remembers the last batch."""
     trainer = self._trainer_cls(**settings)
-    self._step, steps, note = trainer.train_step, itertools.count(), ''
+    self._step = trainer.train_step
+    steps = itertools.count()
+    note = ''
 
     def train_step(state, batch):
       nonlocal note

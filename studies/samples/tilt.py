@@ -1,6 +1,6 @@
 """Figure of docs/integrator.md: where the samples of a loss go, without and with the tilt.
 
-    python -m benchmarks.tilt docs/figures/tilt.svg
+    python -m studies.samples.tilt docs/figures/tilt.svg
 
 Three classes whose logits depend on a noise z of two dimensions, and a label that z = 0 makes
 improbable. Grey is the noise, N(0, I); blue is the noise that explains the label, which is
