@@ -27,7 +27,8 @@ from het_plugin.heads import HetXL, LearnedTemperature
 from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel
 from het_plugin.operations import operations
-from het_plugin.training import actions, checkpoints, optimizers, partitioning, run_files
+from het_plugin.system import run_files
+from het_plugin.training import actions, checkpoints, optimizers, partitioning
 from het_plugin.training import step as step_lib
 from het_plugin.training.train import train
 

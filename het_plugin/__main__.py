@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import het_plugin
-from het_plugin.operations import stopping, versions
+from het_plugin.system import stopping, versions
 
 _STOPPABLE = ('train', 'quickstart', 'represent', 'probe', 'audit')  # by a signal
 

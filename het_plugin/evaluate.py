@@ -25,7 +25,7 @@ from het_plugin.estimators import noise_gain
 from het_plugin.evaluation import evaluate, uncertainty_report
 from het_plugin.evaluation.names import short_names
 from het_plugin.runs import configuration
-from het_plugin.training import run_files
+from het_plugin.system import run_files
 from het_plugin.weights import is_weights_file
 
 _AS_GIVEN = (

@@ -23,7 +23,7 @@ from absl import flags
 from het_plugin import reporting
 from het_plugin.config import command_line, flag_values
 from het_plugin.planning import report, search, topology, worker
-from het_plugin.weights import replacing
+from het_plugin.system import run_files
 
 FLAGS = flags.FLAGS
 
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
         result['search'] = search.search(FLAGS.search, request, result)
         save()
     if FLAGS.png:
-      with replacing(FLAGS.png) as unfinished:
+      with run_files.replacing(FLAGS.png) as unfinished:
         unfinished.write_bytes(search.grid_png(result))
 
 

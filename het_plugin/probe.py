@@ -24,7 +24,7 @@ from absl import flags
 from het_plugin import reporting
 from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.estimators import noise_gain, probe
-from het_plugin.operations import stopping
+from het_plugin.system import stopping
 
 
 def define_flags() -> None:

@@ -12,7 +12,7 @@ with a checkpoint saved: start it again.
 
 import os
 
-from het_plugin.operations import stopping
+from het_plugin.system import stopping
 
 if __name__ == '__main__':
   stopping.install()  # the imports below take seconds
@@ -31,7 +31,7 @@ from absl import flags
 from het_plugin.config import command_line, uses
 from het_plugin.experiments import head_comparison, trainings
 from het_plugin.experiments.head_comparison import HEADS
-from het_plugin.training import run_files
+from het_plugin.system import run_files
 
 RUN = 'het_plugin/gin/runs/glyphs_quickstart.gin'
 

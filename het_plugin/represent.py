@@ -10,7 +10,7 @@ published file, whose model --gin_file gives.
 --arrays=FILE in place of --checkpoint and --dataset turns arrays made elsewhere into such files.
 """
 
-from het_plugin.operations import stopping
+from het_plugin.system import stopping
 
 if __name__ == '__main__':
   stopping.install()  # the imports below take seconds

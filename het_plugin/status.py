@@ -16,7 +16,7 @@ from absl import flags
 from het_plugin import reporting
 from het_plugin.config import command_line
 from het_plugin.operations import attempts, profiles, run_status, status_report
-from het_plugin.training import run_files
+from het_plugin.system import run_files
 
 _CLEAR = '\x1b[H\x1b[2J'
 

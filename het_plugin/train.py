@@ -14,7 +14,7 @@ To continue after an interruption, run it again. Exit codes:
   134  another process is lost, or this one is stuck: start it again
 """
 
-from het_plugin.operations import stopping
+from het_plugin.system import stopping
 
 if __name__ == '__main__':
   stopping.install()  # the imports below take seconds

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-PREEMPTED = 42  # het_plugin.training.exit_codes.PREEMPTED
+PREEMPTED = 42  # het_plugin.system.exit_codes.PREEMPTED
 WRONG = 2  # a setting is wrong, a folder is in use, or a command cannot be started
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2) on Linux

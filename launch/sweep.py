@@ -11,7 +11,7 @@ from pathlib import Path
 
 from het_plugin import reporting
 from het_plugin.config import flag_values
-from het_plugin.training import run_files
+from het_plugin.system import run_files
 
 HEAD = 'head'
 MODEL_DIR = 'MODEL_DIR'

@@ -15,7 +15,7 @@ setting is wrong, or no run is left to choose; 42 stopped by SIGTERM with a chec
 it again.
 """
 
-from het_plugin.operations import stopping
+from het_plugin.system import stopping
 
 if __name__ == '__main__':
   stopping.install()  # the imports below take seconds
@@ -26,7 +26,7 @@ from pathlib import Path
 from absl import flags
 
 from het_plugin.config import command_line, flag_values
-from het_plugin.training import run_files
+from het_plugin.system import run_files
 from studies import study
 
 

@@ -12,7 +12,7 @@ Exit codes: 0 done; 2 a setting is wrong; 42 stopped by SIGTERM or Ctrl-C with a
 start it again.
 """
 
-from het_plugin.operations import stopping
+from het_plugin.system import stopping
 
 if __name__ == '__main__':
   stopping.install()  # the imports below take seconds
@@ -23,7 +23,8 @@ from absl import flags, logging
 
 from het_plugin.config import command_line
 from het_plugin.experiments import trainings
-from het_plugin.training import compilation_cache, run_files
+from het_plugin.system import run_files
+from het_plugin.training import compilation_cache
 from studies import study as study_lib
 from studies.temperature import methods
 

@@ -7,6 +7,7 @@ import pytest
 import safetensors
 
 from het_plugin import export, weights
+from het_plugin.system import run_files
 
 
 def test_a_file_says_what_it_is(digits_run, run_main, tmp_path):
@@ -48,7 +49,7 @@ def test_a_file_and_what_cannot_be_written_over(digits_run, run_main, tmp_path):
 def test_an_error_while_writing_leaves_what_was_there(tmp_path):
   path = tmp_path / 'x.npz'
   path.write_text('before')
-  with pytest.raises(OSError, match='full'), weights.replacing(path) as unfinished:
+  with pytest.raises(OSError, match='full'), run_files.replacing(path) as unfinished:
     unfinished.write_text('half')
     raise OSError('disk full')
   assert path.read_text() == 'before' and list(tmp_path.iterdir()) == [path]

@@ -5,7 +5,7 @@ Importing this package, as our gin files do, registers heads, integrators, backb
 
 import sys
 
-from het_plugin.operations import versions
+from het_plugin.system import versions
 
 
 def _end_a_main(message: str) -> None:

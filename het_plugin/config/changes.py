@@ -24,7 +24,8 @@ from typing import Any
 from etils import epath
 
 from het_plugin.config import registry, statements, uses
-from het_plugin.training import checkpoint_reader, run_files
+from het_plugin.system import run_files
+from het_plugin.training import checkpoint_reader
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from absl import app, flags, logging
 
 from het_plugin import reporting
 from het_plugin.config import distributed, foreign, parsing, screen
-from het_plugin.training import exit_codes
+from het_plugin.system import exit_codes
 
 _FLAG_PREFIX = '--gin.'
 _OUT_OF_MEMORY = re.compile('RESOURCE_EXHAUSTED')

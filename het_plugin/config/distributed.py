@@ -23,8 +23,7 @@ from typing import TypedDict
 import jax
 from absl import flags
 
-from het_plugin.operations import stopping
-from het_plugin.training import exit_codes
+from het_plugin.system import exit_codes, stopping
 
 _log = logging.getLogger(__name__)
 

@@ -21,10 +21,11 @@ import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import StratifiedKFold
 
-from het_plugin import reporting, weights
+from het_plugin import reporting
 from het_plugin import rows as rows_lib
 from het_plugin.estimators import inputs, probe, targets
 from het_plugin.measures import audit as measure
+from het_plugin.system import run_files
 
 if TYPE_CHECKING:  # imports tasks of images, which files do not need
   from het_plugin.evaluation.examples import Examples
@@ -146,7 +147,7 @@ def _write_probs(
 ) -> None:
   """Writes p [N, K] of the rows in `order` in their own order, with columns for absent classes."""
   columns = classes if num_classes > len(classes) else np.arange(num_classes)
-  with weights.replacing(path) as unfinished:
+  with run_files.replacing(path) as unfinished:
     written = np.lib.format.open_memmap(unfinished, 'w+', np.float32, (len(p), num_classes))
     for start in range(0, len(p), _PART_ROWS):
       part = slice(start, start + _PART_ROWS)
@@ -290,7 +291,7 @@ def _write_table(path: str, listed: Listed) -> None:
   """Writes labels.csv with the suggested labels."""
   names = listed.rows.class_names or ()
   with (
-    weights.replacing(path) as unfinished,
+    run_files.replacing(path) as unfinished,
     open(unfinished, 'w', newline='', encoding='utf-8') as stream,
   ):
     # As they are: a training reads them, and looks for the files and the classes of these names.

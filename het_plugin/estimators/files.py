@@ -17,6 +17,7 @@ from het_plugin.estimators.calibration import Calibration
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.classifiers import CLASSIFIERS
 from het_plugin.estimators.model import Model, on_features
+from het_plugin.system import run_files
 from het_plugin.weights.files import CHECKSUM, as_stored, check_sum, checksum, save_safetensors
 
 _METADATA = 'het_plugin.estimator'
@@ -85,7 +86,7 @@ def save(estimator: HeadClassifier, path: str) -> None:
   text = json.dumps(description, default=lambda x: getattr(x, 'tolist', lambda: None)())
   arrays = {name: as_stored(x) for name, x in arrays.items()}
   metadata = {_METADATA: text, CHECKSUM: checksum(text, arrays)}
-  with weights.replacing(path) as unfinished:
+  with run_files.replacing(path) as unfinished:
     save_safetensors(unfinished, arrays, metadata)
 
 

@@ -19,9 +19,8 @@ from het_plugin.evaluation import zeroshot_datasets
 from het_plugin.evaluation.names import check_names, naming
 from het_plugin.measures import fewshot
 from het_plugin.runs.run import Run
-from het_plugin.system import ranges
+from het_plugin.system import ranges, run_files
 from het_plugin.system.ranges import Count
-from het_plugin.training import run_files
 from het_plugin.training.actions import ActionContext, BaseAction, MetricsByTask
 from het_plugin.training.state import TrainState
 

@@ -23,7 +23,7 @@ from het_plugin.runs import unfinished
 from het_plugin.runs.opening import GinSettings
 from het_plugin.runs.run import params_fingerprint
 from het_plugin.runs.unfinished import SplitFiles
-from het_plugin.training import processes, run_files
+from het_plugin.system import processes, run_files
 
 _PROGRAM = 'het_plugin.represent'
 _ARRAYS_LAYER = 'features'

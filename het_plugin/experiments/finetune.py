@@ -37,7 +37,8 @@ from het_plugin.measures import knn, votes
 from het_plugin.measures.ranking import best_first
 from het_plugin.rows import Rows
 from het_plugin.runs.opening import Configuration, GinSettings
-from het_plugin.training import checkpoint_reader, optimizers, processes, run_files
+from het_plugin.system import processes, run_files
+from het_plugin.training import checkpoint_reader, optimizers
 
 _log = logging.getLogger(__name__)
 

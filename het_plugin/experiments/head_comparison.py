@@ -20,7 +20,8 @@ import gin
 from het_plugin import data, reporting
 from het_plugin.config import screen
 from het_plugin.experiments import trainings
-from het_plugin.training import checkpoint_reader, partitioning, run_files
+from het_plugin.system import run_files
+from het_plugin.training import checkpoint_reader, partitioning
 
 # Standard deviation of the difference between heads over seeds, after the 1,000 steps of the quick
 # start: HET-XL minus DET with a learned tau was -0.064, 0.009 and -0.067 (studies/narrow_layers).

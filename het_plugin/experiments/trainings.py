@@ -13,9 +13,8 @@ import gin
 from het_plugin import reporting
 from het_plugin.config import gin_state, parsing, uses
 from het_plugin.data import task_info
-from het_plugin.operations import stopping
 from het_plugin.runs import opening, starting
-from het_plugin.training import exit_codes, processes, run_files
+from het_plugin.system import exit_codes, processes, run_files, stopping
 
 _DONE = 'done.json'
 _EVALUATIONS = ('training_eval', 'infer_eval')

@@ -14,7 +14,8 @@ from typing import Any
 
 from etils import epath
 
-from het_plugin.training import observer, run_files
+from het_plugin.system import run_files
+from het_plugin.training import observer
 
 FOLDER = 'attempts'
 _PREFIX = 'attempt_'

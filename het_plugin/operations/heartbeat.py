@@ -15,9 +15,9 @@ from typing import Any
 import jax
 from etils import epath
 
-from het_plugin.operations import attempts, stopping
+from het_plugin.operations import attempts
 from het_plugin.operations.recorder import Recorder
-from het_plugin.training import exit_codes
+from het_plugin.system import exit_codes, stopping
 
 _log = logging.getLogger(__name__)
 

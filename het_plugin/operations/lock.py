@@ -20,7 +20,7 @@ from typing import IO
 from etils import epath
 
 from het_plugin.operations import attempts
-from het_plugin.training import processes, run_files
+from het_plugin.system import processes, run_files
 
 _log = logging.getLogger(__name__)
 

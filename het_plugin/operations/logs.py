@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from etils import epath
 
 from het_plugin.operations.recorder import Recorder
-from het_plugin.training import exit_codes, run_files
+from het_plugin.system import exit_codes, run_files
 
 _log = logging.getLogger(__name__)
 

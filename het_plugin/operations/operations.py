@@ -10,17 +10,9 @@ from typing import Any
 import jax
 from etils import epath
 
-from het_plugin.operations import (
-  attempts,
-  goodput,
-  heartbeat,
-  lock,
-  logs,
-  profiles,
-  recorder,
-  stopping,
-)
-from het_plugin.training import exit_codes, metric_writers, observer
+from het_plugin.operations import attempts, goodput, heartbeat, lock, logs, profiles, recorder
+from het_plugin.system import exit_codes, stopping
+from het_plugin.training import metric_writers, observer
 
 _log = logging.getLogger(__name__)
 

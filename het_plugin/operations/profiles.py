@@ -22,7 +22,8 @@ import jax
 from etils import epath
 
 from het_plugin.operations.recorder import Recorder
-from het_plugin.training import observer, run_files
+from het_plugin.system import run_files
+from het_plugin.training import observer
 
 _log = logging.getLogger(__name__)
 

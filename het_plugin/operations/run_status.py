@@ -18,7 +18,8 @@ from etils import epath
 from het_plugin.operations import attempts as attempts_lib
 from het_plugin.operations import goodput
 from het_plugin.operations.attempts import FAILED, FOLDER, RUNNING, Facts
-from het_plugin.training import observer, run_files
+from het_plugin.system import run_files
+from het_plugin.training import observer
 
 # Further states of a run. STALE: it stopped giving signs of life, without a reason.
 STARTING = 'starting'

@@ -20,7 +20,8 @@ from het_plugin import data
 from het_plugin.config import command_line, parsing, uses
 from het_plugin.planning import hlo, topology, worker
 from het_plugin.planning.worker import Request
-from het_plugin.training import exit_codes, flops, initial_state, train
+from het_plugin.system import exit_codes
+from het_plugin.training import flops, initial_state, train
 from het_plugin.training import step as step_lib
 
 PyTree = Any

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
-from het_plugin import weights
 from het_plugin.reporting.columns import Row, Table, tables_of
 from het_plugin.reporting.results import provenance, write_json
 from het_plugin.reporting.terminal import printable
 from het_plugin.reporting.text import plain_table, text_table
+from het_plugin.system import run_files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Report:
 
 
 def _replace(path: str | Path, content: bytes) -> None:
-  with weights.replacing(path) as unfinished:
+  with run_files.replacing(path) as unfinished:
     unfinished.write_bytes(content)
 
 

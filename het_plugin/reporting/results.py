@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from het_plugin import weights
+from het_plugin.system import run_files
 
 _LOOKED_AT = 2**16  # bytes at both ends of a file
 # One of these is near the top of the results of every command, indented as `write_json` does.
@@ -54,7 +54,7 @@ def write_json(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], path: str 
 
   Entries of a sequence that is no list are taken one after the other: they need not be in memory.
   """
-  with weights.replacing(path) as unfinished, unfinished.open('w') as stream:
+  with run_files.replacing(path) as unfinished, unfinished.open('w') as stream:
     stream.writelines(_json(rows))
     stream.write('\n')
 
@@ -93,7 +93,7 @@ def write_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], path: s
   "CSV Injection"), and so does one that begins with '. To read a text, take one ' away.
   """
   with (
-    weights.replacing(path) as unfinished,
+    run_files.replacing(path) as unfinished,
     open(unfinished, 'w', newline='', encoding='utf-8') as stream,
   ):
     writer = csv.DictWriter(stream, columns, lineterminator='\n')

@@ -37,6 +37,7 @@ from het_plugin import weights
 from het_plugin.measures import votes
 from het_plugin.rows import labels as labels_lib
 from het_plugin.rows.rows import Rows
+from het_plugin.system import run_files
 from het_plugin.weights.files import SAFETENSORS_DTYPES, as_stored, save_safetensors
 
 FEATURE_NAMES = ('features', 'representations', 'embeddings', 'pre_logits', 'x', 'X')
@@ -143,7 +144,7 @@ def write(path: epath.PathLike, rows: Rows) -> None:
     about['link'] = rows.link
   about['checksums'] = {name: _crc(x) for name, x in arrays.items()}
   about['digest'] = _digest(about)
-  with weights.replacing(path) as unfinished:
+  with run_files.replacing(path) as unfinished:
     if path.suffix == '.npz':
       strings = {name: np.array(json.dumps(about[name])) for name in _JSON}
       if names is not None:

@@ -12,7 +12,8 @@ import numpy as np
 from het_plugin import data
 from het_plugin.rows import Rows, layer_of, of_batch, ordered
 from het_plugin.runs.per_example import KEPT, Batches, Columns, Compute, PerExample, as_rows
-from het_plugin.training import checkpoint_reader, checksum
+from het_plugin.system import checksum
+from het_plugin.training import checkpoint_reader
 from het_plugin.training.partitioning import PjitPartitioner
 
 PyTree = Any

@@ -24,13 +24,12 @@ import jax
 import numpy as np
 
 from het_plugin import rows as rows_lib
-from het_plugin import weights
 from het_plugin.config import changes
-from het_plugin.operations import lock, stopping
+from het_plugin.operations import lock
 from het_plugin.rows import files
 from het_plugin.runs import opening
 from het_plugin.runs.run import Run
-from het_plugin.training import exit_codes, processes, run_files
+from het_plugin.system import exit_codes, processes, run_files, stopping
 
 _SHOWN = 40  # characters of a setting in an error
 _COMMIT_SECONDS = 30.0  # work that is lost if the process is killed; an exception loses none
@@ -142,7 +141,7 @@ class SplitFiles:
     def commit() -> None:
       if is_first and parts:
         path = self.unfinished / f'{position:012}.{num_rows}.npz'
-        with weights.replacing(path) as unfinished, unfinished.open('wb') as file:
+        with run_files.replacing(path) as unfinished, unfinished.open('wb') as file:
           arrays = {x: np.concatenate([part[x] for part in parts]) for x in parts[0]}
           # The stub takes each array for `allow_pickle`, the only keyword that it names.
           np.savez(file, **arrays)  # ty: ignore[invalid-argument-type]

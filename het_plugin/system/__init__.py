@@ -1,1 +1,2 @@
-"""The ground floor: what every room may import. It needs nothing but Python."""
+"""The ground floor: what every room may import. `ranges` needs Python alone, and the others imports
+of jax, orbax and etils."""

@@ -23,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from het_plugin.training import checksum, processes
+from het_plugin.system import checksum, processes
 
 _log = logging.getLogger(__name__)
 

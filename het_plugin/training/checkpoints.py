@@ -23,9 +23,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from het_plugin import weights
-from het_plugin.system import ranges
+from het_plugin.system import checksum, processes, ranges
 from het_plugin.system.ranges import Count, Pattern
-from het_plugin.training import checkpoint_reader, checksum, processes
+from het_plugin.training import checkpoint_reader
 from het_plugin.training.checkpoint_reader import PREFIX, Unreadable
 from het_plugin.training.state import TrainState
 

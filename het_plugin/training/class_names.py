@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from het_plugin.training import checkpoint_reader, checksum, run_files
+from het_plugin.system import checksum, run_files
+from het_plugin.training import checkpoint_reader
 
 _log = logging.getLogger(__name__)
 

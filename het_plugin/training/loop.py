@@ -13,15 +13,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from het_plugin.system import exit_codes
 from het_plugin.training import actions as actions_lib
-from het_plugin.training import (
-  checkpoints,
-  evaluation,
-  exit_codes,
-  metric_writers,
-  nonfinite,
-  prefetch,
-)
+from het_plugin.training import checkpoints, evaluation, metric_writers, nonfinite, prefetch
 from het_plugin.training import metrics as metrics_lib
 from het_plugin.training import observer as observer_lib
 from het_plugin.training import step as step_lib

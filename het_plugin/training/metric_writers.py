@@ -21,7 +21,7 @@ import jax
 from clu import asynclib
 from etils import epath
 
-from het_plugin.training import run_files
+from het_plugin.system import run_files
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from typing import Annotated, Literal
 import jax
 from etils import epath
 
-from het_plugin.system import ranges
-from het_plugin.training import run_files
+from het_plugin.system import ranges, run_files
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from flax.linen import partitioning as flax_partitioning
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from het_plugin.training import optimizers, processes
+from het_plugin.system import processes
+from het_plugin.training import optimizers
 from het_plugin.training import state as state_lib
 
 PyTree = Any

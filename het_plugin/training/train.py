@@ -15,7 +15,7 @@ from etils import epath
 
 from het_plugin import data
 from het_plugin.data import splits
-from het_plugin.system import ranges
+from het_plugin.system import processes, ranges, run_files
 from het_plugin.system.ranges import Count
 from het_plugin.training import actions as actions_lib
 from het_plugin.training import (
@@ -28,8 +28,6 @@ from het_plugin.training import (
   metric_writers,
   partitioning,
   prefetch,
-  processes,
-  run_files,
 )
 from het_plugin.training import loop as loop_lib
 from het_plugin.training import metrics as metrics_lib

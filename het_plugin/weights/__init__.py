@@ -1,6 +1,6 @@
 """Reads and writes published weights; `layouts` and `towers` list the supported projects."""
 
-from het_plugin.weights.files import is_weights_file, read_arrays, replacing, write_arrays
+from het_plugin.weights.files import is_weights_file, read_arrays, write_arrays
 from het_plugin.weights.towers import (
   is_tower,
   read_config,
@@ -22,7 +22,6 @@ __all__ = [
   'read_config',
   'read_text_tower',
   'read_tower',
-  'replacing',
   'tower_bindings',
   'write_arrays',
 ]

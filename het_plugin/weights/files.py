@@ -1,12 +1,11 @@
 """Flat files of named arrays: .npz and .safetensors."""
 
-import contextlib
 import hashlib
 import io
 import json
 import os
 import zipfile
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +13,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 from etils import epath
+
+from het_plugin.system import run_files
 
 SUFFIXES = ('.npz', '.safetensors')
 # Metadata of a .safetensors file of ours: its description as JSON, and a checksum.
@@ -83,7 +84,7 @@ def write_arrays(
     text = json.dumps(about)
     metadata = {_DESCRIPTION: text, CHECKSUM: checksum(text, arrays)}
     content = safetensors.numpy.save(arrays, metadata)
-  with replacing(path) as unfinished:
+  with run_files.replacing(path) as unfinished:
     unfinished.write_bytes(content)
 
 
@@ -127,30 +128,6 @@ def save_safetensors(
   mode = os.stat(path).st_mode
   safetensors.numpy.save_file(dict(arrays), path, metadata=dict(metadata))
   os.chmod(path, mode)
-
-
-@contextlib.contextmanager
-def replacing(path: epath.PathLike) -> Generator[epath.Path]:
-  """Yields a temporary path to write to, and renames the file when it is complete.
-
-  After an error, such as a full disk, the old file is still there. An OSError names the file. A
-  link or a device, such as /dev/stdout, is not replaced but written to.
-  """
-  path = epath.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
-    yield path
-    return
-  unfinished = path.with_name(f'.unfinished.{path.name}')
-  try:
-    yield unfinished
-    unfinished.replace(path)
-  except OSError as error:
-    if error.errno is None or error.filename not in (None, os.fspath(unfinished)):
-      raise  # it is about another file
-    raise OSError(error.errno, error.strerror, os.fspath(path)) from error
-  finally:
-    unfinished.unlink(missing_ok=True)
 
 
 def _check(path: epath.PathLike) -> None:

@@ -35,7 +35,8 @@ from het_plugin.data import splits
 from het_plugin.evaluation.names import naming
 from het_plugin.experiments import trainings
 from het_plugin.measures import comparison
-from het_plugin.training import nonfinite, run_files
+from het_plugin.system import run_files
+from het_plugin.training import nonfinite
 from studies.temperature import held_out
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from het_plugin.config import distributed
-from het_plugin.training import exit_codes
+from het_plugin.system import exit_codes
 from launch import local, processes
 
 ROOT = Path(__file__).parents[2]

@@ -26,12 +26,12 @@ HARMLESS = {
   ),
   'data set of a given namespace': (IMPORT + "A = 'kaggle:birds'\n", 'kaggle'),
   'any function of ours': (
-    DYNAMIC + 'from het_plugin.training import run_files\nrun_files.write_text.path = 1\n',
+    DYNAMIC + 'from het_plugin.system import run_files\nrun_files.write_text.path = 1\n',
     'het_plugin',
   ),
 }
 WRITE = (
-  'from het_plugin.training import run_files\nfrom het_plugin.training import train\n'
+  'from het_plugin.system import run_files\nfrom het_plugin.training import train\n'
   'train.train.model_dir = @a/run_files.write_text()\n'
   "a/run_files.write_text.path = {file!r}\na/run_files.write_text.text = 'x'\n"
 )
@@ -43,7 +43,7 @@ PARSE = (
 CALLS = {
   'write_text': WRITE,
   'parse_config': PARSE,
-  'leave': 'from het_plugin.operations import stopping\nA = @stopping.leave()\n',
+  'leave': 'from het_plugin.system import stopping\nA = @stopping.leave()\n',
   'write_arrays': 'import het_plugin.weights\nA = [{{1: @x/het_plugin.weights.write_arrays}}]\n',
   'system': 'import os\nA = @os.system()\n',
   'inside': 'import seqio\nA = [@x/seqio.utils.os.system()]\n',

@@ -12,7 +12,7 @@ import gin
 from het_plugin import data, evaluate, heads, models, status, train
 from het_plugin.config import command_line, parsing
 from het_plugin.evaluation import actions, prompts
-from het_plugin.training import exit_codes
+from het_plugin.system import exit_codes
 from het_plugin.training import train as train_lib
 
 ROOT = pathlib.Path(__file__).parents[2]

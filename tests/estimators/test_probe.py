@@ -15,7 +15,7 @@ from sklearn.linear_model import LogisticRegression
 from het_plugin import probe as probe_main
 from het_plugin import reporting
 from het_plugin.estimators import DetClassifier, lbfgs, probe
-from het_plugin.training import exit_codes
+from het_plugin.system import exit_codes
 from tests.waiting import wait_for
 
 

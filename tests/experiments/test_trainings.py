@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from het_plugin.experiments import trainings
-from het_plugin.operations import stopping
-from het_plugin.training import exit_codes, run_files, train
+from het_plugin.system import exit_codes, run_files, stopping
+from het_plugin.training import train
 
 
 def small_run(**bindings):

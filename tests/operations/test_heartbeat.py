@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from het_plugin.operations import attempts, heartbeat, recorder
-from het_plugin.training import exit_codes, observer
+from het_plugin.system import exit_codes
+from het_plugin.training import observer
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]

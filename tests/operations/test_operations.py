@@ -9,7 +9,8 @@ import time
 import pytest
 
 from het_plugin.operations import attempts, goodput, heartbeat, operations
-from het_plugin.training import exit_codes, observer
+from het_plugin.system import exit_codes
+from het_plugin.training import observer
 from tests.waiting import wait_for
 
 

@@ -15,7 +15,7 @@ from het_plugin import rows
 from het_plugin.rows import files
 from het_plugin.runs import Run, unfinished
 from het_plugin.runs.unfinished import SplitFiles, safe_name
-from het_plugin.training import exit_codes
+from het_plugin.system import exit_codes
 from het_plugin.training.partitioning import PjitPartitioner
 
 NUM_EXAMPLES = 43

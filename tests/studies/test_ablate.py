@@ -10,7 +10,8 @@ import pytest
 import gin
 from het_plugin.config import registry, uses
 from het_plugin.experiments import trainings
-from het_plugin.training import run_files, train
+from het_plugin.system import run_files
+from het_plugin.training import train
 from studies import CONFIGURABLES, ablate, tune
 from studies import study as study_lib
 from studies.ablation import Ablation

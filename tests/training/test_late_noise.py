@@ -9,13 +9,8 @@ from flax import traverse_util
 
 import gin
 from het_plugin.config import parsing
-from het_plugin.training import (
-  checkpoint_reader,
-  late_noise,
-  optimizers,
-  partitioning,
-  run_files,
-)
+from het_plugin.system import run_files
+from het_plugin.training import checkpoint_reader, late_noise, optimizers, partitioning
 from het_plugin.training import step as step_lib
 from het_plugin.training import train as train_lib
 from tests.training import toy

@@ -23,25 +23,17 @@ from flax import traverse_util
 
 from het_plugin import data
 from het_plugin.config import changes
-from het_plugin.operations import (
-  attempts,
-  goodput,
-  heartbeat,
-  operations,
-  run_status,
-  stopping,
-)
+from het_plugin.operations import attempts, goodput, heartbeat, operations, run_status
+from het_plugin.system import exit_codes, run_files, stopping
 from het_plugin.training import (
   actions,
   checkpoint_reader,
   checkpoints,
   class_names,
-  exit_codes,
   loop,
   observer,
   optimizers,
   partitioning,
-  run_files,
 )
 from het_plugin.training import step as step_lib
 from launch import soak

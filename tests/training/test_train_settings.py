@@ -7,7 +7,8 @@ import types
 import pytest
 
 from het_plugin.operations import lock, run_status
-from het_plugin.training import actions, checkpoints, run_files
+from het_plugin.system import run_files
+from het_plugin.training import actions, checkpoints
 from tests.training import toy, toy_run
 
 

@@ -17,6 +17,7 @@ from het_plugin import heads, weights
 from het_plugin.backbones import ResNet, SparseMoe, TextTransformer, ViT
 from het_plugin.integrate import Integrator
 from het_plugin.models import ContrastiveModel
+from het_plugin.system import run_files
 from het_plugin.weights import files, layouts
 from tests.weights import theirs
 
@@ -399,12 +400,12 @@ def test_arrays_much_larger_than_their_file_are_not_unpacked(tmp_path, monkeypat
 def test_a_file_is_replaced_when_it_is_complete(tmp_path):
   path = tmp_path / 'page.html'
   path.write_text('old')
-  with pytest.raises(OSError, match='page.html') as error, weights.replacing(path):
+  with pytest.raises(OSError, match='page.html') as error, run_files.replacing(path):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
   assert error.value.errno == errno.ENOSPC
   assert path.read_text() == 'old' and list(tmp_path.iterdir()) == [path]
   link = tmp_path / 'link'
   link.symlink_to(path)
-  with weights.replacing(link) as target:
+  with run_files.replacing(link) as target:
     target.write_text('new')
   assert link.is_symlink() and path.read_text() == 'new'

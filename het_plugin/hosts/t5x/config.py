@@ -8,7 +8,8 @@ from etils import epath
 
 import gin
 from het_plugin.config import changes, parsing, statements, uses
-from het_plugin.training import checkpoint_reader, run_files
+from het_plugin.system import run_files
+from het_plugin.training import checkpoint_reader
 
 _ENGINE = 'het_plugin/gin/t5x/train.gin'
 _ENGINE_MODULE = 'het_plugin.hosts.t5x.engine'

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from het_plugin.operations import stopping
+from het_plugin.system import stopping
 
 ROOT = Path(__file__).parents[2]
 
 # A main that compiles, in C++, for a minute or two.
 COMPILING = """
-from het_plugin.operations import stopping
+from het_plugin.system import stopping
 stopping.install()
 import sys
 import jax, jax.numpy as jnp
@@ -42,7 +42,7 @@ print('compiled')
 
 # A main between trainings, and in one that is asked to stop and takes its time to save.
 STOPPED = """
-from het_plugin.operations import stopping
+from het_plugin.system import stopping
 stopping.install()
 import os, signal, sys, time
 where, number = sys.argv[1], getattr(signal, sys.argv[2])
@@ -134,7 +134,7 @@ def test_without_a_main_the_training_alone_stops():
 # A data worker ends when it is told to, and leaves its parent alone. After other tests this process
 # has threads of JAX, so the fork is in a process of its own.
 WORKER = """
-from het_plugin.operations import stopping
+from het_plugin.system import stopping
 import os, signal, time
 with stopping.handled(lambda: False, lambda: print('it leaves')):
   begun, begin = os.pipe()

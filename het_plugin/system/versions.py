@@ -15,7 +15,9 @@ def unsupported() -> str:
   found = []
   wanted = []
   for requirement in _of(importlib.metadata.requires, 'het_plugin') or ():
-    name, bounds, marker = _REQUIREMENT.match(requirement).groups()
+    parts = _REQUIREMENT.match(requirement)
+    assert parts is not None, requirement
+    name, bounds, marker = parts.groups()
     if marker and 'train' not in marker:
       continue  # before its metadata is read, which takes a millisecond or more
     version = _of(importlib.metadata.version, name)
@@ -45,4 +47,4 @@ def _within(version: str, bounds: str) -> bool:
 
 def _numbers(version: str) -> list[int]:
   """[0, 12, 0, 1] of 0.12.0.1 and of 0.12.0.1rc2."""
-  return [int(number) for number in re.match(r'\d+(\.\d+)*', version)[0].split('.')]
+  return [int(number) for number in re.findall(r'^[\d.]*\d', version)[0].split('.')]

@@ -1,6 +1,6 @@
 import importlib.metadata
 
-from het_plugin.operations import versions
+from het_plugin.system import versions
 
 
 def test_packages_outside_the_ranges_of_core_and_trainer_are_named(monkeypatch):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import jax
 import orbax.checkpoint as ocp
 
-from het_plugin.training import exit_codes
+from het_plugin.system import exit_codes
 
 # JAX ends a wait for a lost process, and the observer of a run a wait for one that is stuck.
 _MEET_SECONDS = 24 * 3600

@@ -16,10 +16,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import NoReturn
 
-from het_plugin.training import exit_codes
+from het_plugin.system import exit_codes
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def handled(saves: Callable[[], bool], farewell: Callable[[], None]) -> Iterator[None]:
+def handled(saves: Callable[[], bool], farewell: Callable[[], None]) -> Generator[None]:
   """Lets a training notice signals with `reached`.
 
   Without `install`, as in a notebook, only the training ends and the handlers are restored. A

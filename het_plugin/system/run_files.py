@@ -1,15 +1,14 @@
-"""Small files of a run's directory: written whole, readable while they are written."""
+"""Files written whole, those of a run readable while they are written."""
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from etils import epath
-
-from het_plugin import weights
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +70,30 @@ def open_lock(path: epath.PathLike) -> IO[str]:
   return open(path, 'r+', opener=lambda name, _: os.open(name, flags, 0o666))
 
 
+@contextlib.contextmanager
+def replacing(path: epath.PathLike) -> Generator[epath.Path]:
+  """Yields a temporary path to write to, and renames the file when it is complete.
+
+  After an error, such as a full disk, the old file is still there. An OSError names the file. A
+  link or a device, such as /dev/stdout, is not replaced but written to.
+  """
+  path = epath.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
+    yield path
+    return
+  unfinished = path.with_name(f'.unfinished.{path.name}')
+  try:
+    yield unfinished
+    unfinished.replace(path)
+  except OSError as error:
+    if error.errno is None or error.filename not in (None, os.fspath(unfinished)):
+      raise  # it is about another file
+    raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+  finally:
+    unfinished.unlink(missing_ok=True)
+
+
 def write_text(path: epath.PathLike, text: str) -> None:
   """Replaces a file as a whole.
 
@@ -81,7 +104,7 @@ def write_text(path: epath.PathLike, text: str) -> None:
   if is_remote(path):  # an object appears when it is complete
     path.write_text(text)
     return
-  with weights.replacing(path) as unfinished:
+  with replacing(path) as unfinished:
     unfinished.write_text(text)
 
 

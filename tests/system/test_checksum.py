@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from het_plugin.training import checksum
+from het_plugin.system import checksum
 
 
 def mix(h: int) -> int:
