@@ -1,6 +1,7 @@
 """Parquet files and tar shards: which columns and members, splits, labels, captions and damage."""
 
 import base64
+import gzip
 import io
 import json
 import pickle
@@ -57,10 +58,14 @@ def hub(tmp_path, num_rows=5):
 def write_tar(path, samples):
   path.parent.mkdir(parents=True, exist_ok=True)
   with tarfile.open(path, 'w') as tar:
-    for name, content in samples:
-      member = tarfile.TarInfo(name)
-      member.size = len(content)
-      tar.addfile(member, io.BytesIO(content))
+    add_members(tar, samples)
+
+
+def add_members(tar, samples):
+  for name, content in samples:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
 
 
 def samples_of(levels):
@@ -257,17 +262,57 @@ def test_names_in_cls_and_a_sample_without_an_image(tmp_path):
   assert levels == [5, None, None] and labels.ravel().tolist()[:2] == [0, 1]
 
 
-def test_links_in_a_tar_are_no_images(tmp_path):
-  write_tar(tmp_path / 'test.tar', samples_of([1]))
-  with tarfile.open(tmp_path / 'test.tar', 'a') as tar:
-    link = tarfile.TarInfo('sub/002.png')
-    link.type = tarfile.SYMTYPE
-    link.linkname = '001.png'
-    tar.addfile(link)
-    cls = tarfile.TarInfo('sub/002.cls')
-    cls.size = 1
-    tar.addfile(cls, io.BytesIO(b'0'))
-  assert read(f'webdataset:{tmp_path}/test.tar', 'test', [0, 1])[0] == [1, None]
+def _two_labelled():
+  return [('a.png', encoded(1)), ('a.cls', b'0'), ('b.png', encoded(2)), ('b.cls', b'1')]
+
+
+def _headers(format):
+  """Names beyond 100 bytes, which are in a header of their own, and one that is absolute."""
+
+  def write(path):
+    long = f'd.1/{"x" * 150}é/a'
+    with tarfile.open(path, 'w', format=format) as tar:
+      samples = [(f'{long}.PNG', encoded(1)), (f'{long}.Cls', b'0'), ('/b.png', encoded(2))]
+      add_members(tar, [*samples, ('/b.cls', b' 1\n'), ('.c.png', encoded(3)), ('__d.cls', b'0')])
+
+  return write
+
+
+def _extra(kind, **fields):
+  """Two samples, and between them a member of another kind than a file."""
+
+  def write(path):
+    first, rest = _two_labelled()[:2], _two_labelled()[2:]
+    with tarfile.open(path, 'w') as tar:
+      add_members(tar, first)
+      member = tarfile.TarInfo('c.png')
+      member.type = kind
+      for name, value in fields.items():
+        setattr(member, name, value)
+      tar.addfile(member, io.BytesIO(b'\0' * member.size))
+      add_members(tar, [('c.cls', b'0'), *rest])
+
+  return write
+
+
+@pytest.mark.parametrize(
+  ('write', 'expected'),
+  [
+    (_headers(tarfile.PAX_FORMAT), [1, 2, None]),
+    (_headers(tarfile.GNU_FORMAT), [1, 2, None]),
+    (_extra(tarfile.SYMTYPE, linkname='a.png'), [1, None, 2]),
+    (_extra(tarfile.LNKTYPE, linkname='a.png'), [1, None, 2]),
+    (_extra(tarfile.FIFOTYPE), [1, None, 2]),
+    (_extra(tarfile.GNUTYPE_SPARSE, size=512), [1, None, 2]),
+  ],
+)
+def test_members_of_every_kind(tmp_path, write, expected):
+  write(tmp_path / 'test.tar')
+  source = tasks.get_task(f'webdataset:{tmp_path}/test.tar').examples
+  num_rows = source.info.splits['test']
+  levels, labels = read(f'webdataset:{tmp_path}/test.tar', 'test', np.arange(num_rows))
+  assert levels[: len(expected)] == expected
+  assert [int(x) for x, y in zip(labels[:, 0], levels, strict=True) if y is not None] == [0, 1]
 
 
 def test_a_shard_that_changed_is_not_read(tmp_path):
@@ -307,16 +352,25 @@ def _twice(tmp_path):
   return f'webdataset:{tmp_path}'
 
 
-def _truncated(tmp_path):
-  write_tar(tmp_path / 'x.tar', [('a.png', b'x' * 5000), ('a.cls', b'1')])
-  content = (tmp_path / 'x.tar').read_bytes()
-  (tmp_path / 'x.tar').write_bytes(content[:3000])
-  return f'webdataset:{tmp_path}'
+def _altered(alter):
+  """A tar of two samples whose bytes were altered; a header or a small member is a block of 512."""
+
+  def make(tmp_path):
+    write_tar(tmp_path / 'x.tar', _two_labelled())
+    path = tmp_path / 'x.tar'
+    path.write_bytes(alter(path.read_bytes()))
+    return f'webdataset:{tmp_path}'
+
+  return make
 
 
-def _no_tar(tmp_path):
-  (tmp_path / 'x.tar').write_bytes(b'x' * 2000)
-  return f'webdataset:{tmp_path}'
+def _label(content):
+  def make(tmp_path):
+    samples = [('a.png', b'1'), ('a.cls', content), ('b.png', b'1'), ('b.cls', b'1')]
+    write_tar(tmp_path / 'x.tar', samples)
+    return f'webdataset:{tmp_path}'
+
+  return make
 
 
 def _two_images(tmp_path):
@@ -340,8 +394,15 @@ def _no_labels(tmp_path):
     (_no_parquet, '', 'is not a whole Parquet file'),
     (lambda tmp_path: f'parquet:{tmp_path}', '', r'no file there ends in \.parquet'),
     (_twice, '', 'sub/001.png is there twice'),
-    (_truncated, '', 'ends within a.png: it was not copied to its end'),
-    (_no_tar, '', 'is not a whole tar file without compression'),
+    (_altered(lambda x: x[: 5 * 512 + 9]), '', 'ends within b.png: it was not copied to its end'),
+    (_altered(lambda x: x[: 6 * 512]), '', 'ends after b.png, without the end of a tar'),
+    (_altered(lambda x: x + x), '', 'what follows b.cls cannot be read; make the file again'),
+    (_altered(lambda x: x[:2048] + b'x' * 512 + x[2560:]), '', 'what follows a.cls cannot be read'),
+    (_altered(gzip.compress), '', 'is not a whole tar file without compression'),
+    (_altered(lambda x: b''), '', 'is not a whole tar file without compression: empty file'),
+    (_label(b'-2'), '', 'there is the label -2; class numbers are 0'),
+    (_label(b'owl'), '', "the label 'owl' is no number, and 1 is one"),
+    (_label(b'x' * 5000), '', 'the label has 5000 characters; it must be a number, a name'),
     (_two_images, '', r'has the images jpg, png; add \?image=FIELD'),
     (_no_labels, '', r'no sample has a label in the field cls; add \?label=FIELD'),
     (_no_labels, '?names=none.txt', 'there is no file .*none.txt'),
