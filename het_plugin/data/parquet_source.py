@@ -50,6 +50,7 @@ class _Files:
     self._metadata = [_footer(path) for path in self.paths]
     self._schemas = [metadata.schema.to_arrow_schema() for metadata in self._metadata]
     counts = [metadata.num_rows for metadata in self._metadata]
+    self._file_starts = np.cumsum([0, *counts])  # [number of files + 1]
     # A file without rows may have columns without a type.
     first = int(np.argmax(np.array(counts) > 0))
     self.schema = self._schemas[first]
@@ -69,7 +70,7 @@ class _Files:
     self.num_rows = int(self._starts[-1])
     if not self.num_rows:
       raise ValueError(f'{self.name}: the files hold no rows.')
-    self.image = self._column('image', IMAGE_NAMES, _holds_images)
+    self.image = self.column_for('image', IMAGE_NAMES, _holds_images)
     # The path of an image, which may lead anywhere, is not even read.
     self._image_columns = [
       f'{self.image}.bytes' if pa.types.is_struct(schema.field(self.image).type) else self.image
@@ -103,7 +104,7 @@ class _Files:
       checksum = zlib.crc32(os.fsencode(f'{path.name} {size}'), checksum)
     return f'{self.num_rows} rows {checksum:08x}'
 
-  def _column(
+  def column_for(
     self, use: str, names: Sequence[str], fits: Callable[[pa.DataType], bool]
   ) -> str | None:
     """The column of a use: the one that was named, the only one that fits, or one of `names`."""
@@ -227,10 +228,9 @@ class _Files:
     return values
 
   def describe(self, row: int) -> str:
-    group = int(np.searchsorted(self._starts, row, side='right')) - 1
-    i, _ = self._groups[group]
-    first = next(g for g, (file, _) in enumerate(self._groups) if file == i)
-    return f'{self.paths[i]}[{row - self._starts[first]}]'
+    """The file, and the number of the row in it."""
+    i = int(np.searchsorted(self._file_starts, row, side='right')) - 1
+    return f'{self.paths[i]}[{row - self._file_starts[i]}]'
 
 
 class ParquetSource:
@@ -245,7 +245,7 @@ class ParquetSource:
   def __init__(self, argument: str):
     """Reads footers and labels. ValueError if there are none, or a column is unclear."""
     self._files = _Files('parquet', argument, ('image', 'label', *LABEL_FIELDS))
-    column = self._files._column('label', LABEL_NAMES, _holds_labels)
+    column = self._files.column_for('label', LABEL_NAMES, _holds_labels)
     values = self._files.column(column)
     names = self._files.class_names(column)
     labels, names = _labels(f'{self._files.name}: {column}', values, names)
@@ -303,7 +303,7 @@ class ParquetCaptionSource:
   def __init__(self, argument: str):
     """Reads footers and captions. ValueError if there are none, or a column is unclear."""
     self._files = _Files('parquet_captions', argument, ('image', 'caption'))
-    column = self._files._column('caption', CAPTION_NAMES, _holds_texts)
+    column = self._files.column_for('caption', CAPTION_NAMES, _holds_texts)
     self._captions = self._files.column(column)
     self._rows = self._files.splits
     self.info = ImageTextInfo(

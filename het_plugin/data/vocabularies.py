@@ -64,7 +64,9 @@ class SentencePieceVocabulary:
     return self._model.encode(s)
 
   def decode(self, ids: Iterable[int]) -> str:
-    return self._model.decode(_before_end(ids))
+    # A table of embeddings that was rounded up has rows without a piece: unknown, as in seqio.
+    unknown = self._model.unk_id()
+    return self._model.decode([i if i < self.vocab_size else unknown for i in _before_end(ids)])
 
 
 class TokenizerFile:

@@ -28,6 +28,7 @@ from het_plugin.system import processes, run_files
 _PROGRAM = 'het_plugin.represent'
 _ARRAYS_LAYER = 'features'
 _ARRAYS_SPLIT = 'all'
+_SHARDED = 'parquet', 'webdataset', 'array_record', 'tfrecord'  # PATH?SETTINGS
 
 
 def represent(
@@ -158,8 +159,15 @@ def task_name(dataset: str) -> str:
 def folder_name(task: str) -> str:
   """The folder of a task's representations: the name of its file or folder, without parents."""
   prefix, _, argument = task.partition(':')
-  names = {'npz': Path(argument).stem, 'image_folder': Path(argument).resolve().name}
-  return unfinished.safe_name({**names, 'tfds': argument}.get(prefix, task))
+  path, *settings = argument.split('?')
+  stem = Path(path).resolve().name.removesuffix('.parquet').removesuffix('.tar')
+  names = {
+    'npz': Path(argument).stem,
+    'image_folder': Path(argument).resolve().name,
+    'tfds': argument,
+    **dict.fromkeys(_SHARDED, '_'.join([stem, *settings])),
+  }
+  return unfinished.safe_name(names.get(prefix, task))
 
 
 def choose_splits(task: str, info: data.TaskInfo, given: str | None) -> list[str]:

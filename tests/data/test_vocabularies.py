@@ -31,6 +31,9 @@ def test_sentencepiece_model(sentencepiece_model):
     expected = [*processor.encode(text), 1]
     np.testing.assert_array_equal(row, expected + [0] * (32 - len(expected)))
     assert vocabulary.decode(row.tolist()) == text
+  beyond = [*processor.encode('plus'), 60, 999]
+  of_seqio = seqio.SentencePieceVocabulary(sentencepiece_model)
+  assert vocabulary.decode(beyond) == of_seqio.decode(beyond)
 
 
 def test_tokenizer_of_a_published_tower(tmp_path):
