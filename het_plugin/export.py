@@ -14,6 +14,11 @@ with the state of the optimizer is written, to continue there (docs/t5x.md).
 
 With --format, the folder --output gets a program from images, or features, to probabilities that
 runs without het_plugin (docs/serve.md).
+
+    python -m het_plugin.export --check=het_xl_program
+
+With --check, the program there is run on the input that its folder holds, and its outputs are
+compared with those of the model that was exported.
 """
 
 from collections.abc import Sequence
@@ -41,10 +46,17 @@ def define_flags() -> None:
     'format', None, f'Of a program for serving: {", ".join(programs.NEEDED)}. None: parameters.'
   )
   flags.DEFINE_bool('entropies', False, 'Whether a program gives entropies too.')
+  flags.DEFINE_string('check', None, 'A program that is there, a folder or a file: it is compared.')
 
 
 def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
+    if flags.FLAGS.check:
+      others = 'checkpoint', 'output', 'format', 'entropies', 'gin_file', 'gin_bindings'
+      command_line.check_unused(others, '--check')
+      for name, difference in programs.compare(flags.FLAGS.check).items():
+        print(f'{name}: differs by at most {difference:.1g}')
+      return
     checkpoint = flags.FLAGS.checkpoint
     output = flags.FLAGS.output
     for name, value in (('checkpoint', checkpoint), ('output', output)):

@@ -1,6 +1,7 @@
 """Programs of `python -m het_plugin.export --format`, run where het_plugin cannot be imported."""
 
 import dataclasses
+import datetime
 import functools
 import importlib.util
 import json
@@ -115,6 +116,7 @@ def test_a_softmax_is_predict_with_shared_draws(
   )
   assert 'image [None, 8, 8, 1] -> entropy [None]' in run_main(export, *settings)
   found = served(folder, kind, images, tmp_path)
+  assert 'probabilities: differs by at most' in run_main(export, f'--check={folder}')
   expected, own = predicted
   p = np.exp(expected['log_prob'])
   np.testing.assert_allclose(found['probabilities'], p, atol=1e-5)
@@ -192,6 +194,35 @@ def test_a_saved_model_has_the_class_names(rows, tmp_path):
   path = tf.saved_model.load(str(tmp_path / 'det')).class_names.asset_path.numpy().decode()
   with open(path, encoding='utf-8') as file:
     assert sorted(file.read().splitlines()) == [*'bcdeä']
+
+
+def test_a_program_is_compared_with_what_its_model_gave(rows, run_main, tmp_path):
+  det = estimators.DetClassifier(max_iter=5, tol=1.0).fit(rows[1], rows[2])
+  folder = tmp_path / 'det'
+  about = estimators.export(det, folder)
+  assert about['jax'] == jax.__version__
+  month = programs.months_after(datetime.date.today(), 6)
+  assert about['promised_until'] == month.isoformat()
+  file = folder / 'program.stablehlo'
+  check = export, f'--check={file}'
+  assert float(run_main(*check).split()[-1]) < 1e-5
+  assert '--output has no effect on --check' in run_main(*check, '--output=x', code=2)
+  with np.load(folder / 'example.npz') as example:
+    arrays = dict(example)
+  wrong = arrays | {'probabilities': arrays['probabilities'] + np.float32(0.01)}
+  np.savez(folder / 'example.npz', **wrong)
+  assert 'gives probabilities that differ by 0.01 from' in run_main(*check, code=2)
+  file.write_bytes(b'')
+  error = run_main(*check, code=2)
+  assert f'promised until {about["promised_until"]}' in error
+  assert '--format=saved_model or onnx, which last' in error
+  (folder / 'example.npz').unlink()
+  assert 'is not a program with an example.npz beside it' in run_main(*check, code=2)
+
+
+def test_six_months_end_on_the_last_day_of_a_short_month():
+  assert programs.months_after(datetime.date(2026, 8, 31), 6) == datetime.date(2027, 2, 28)
+  assert programs.months_after(datetime.date(2026, 6, 30), 6) == datetime.date(2026, 12, 30)
 
 
 @NEEDS_ONNX
@@ -276,7 +307,7 @@ def test_a_program_replaces_a_program_as_a_whole(rows, tmp_path, monkeypatch):
   estimators.export(det, str(link), 'stablehlo')
   assert link.readlink() == folder
   link.unlink()
-  names = {'metadata.json', 'program.stablehlo'}
+  names = {'metadata.json', 'example.npz', 'program.stablehlo'}
   assert {x.name for x in folder.iterdir()} == names
 
   def fail(*_):
@@ -322,6 +353,6 @@ def test_a_wrong_translation_is_refused(rows, tmp_path, monkeypatch):
   _, x, y = rows
   det = estimators.DetClassifier(max_iter=5, tol=1.0).fit(x, y)
   monkeypatch.setitem(onnx_graph.OPERATIONS, 'exp', lambda graph, eqn, x: graph.op('Neg', x))
-  with pytest.raises(ValueError, match='its translation is wrong'):
+  with pytest.raises(ValueError, match='onnx program gives probabilities that differ by'):
     estimators.export(det, str(tmp_path / 'det'), 'onnx')
   assert not [*tmp_path.iterdir()]

@@ -4,11 +4,15 @@
     saved_model  a SavedModel of TensorFlow with the signature 'serving_default'
     onnx         model.onnx
 
-Each is a folder that also has metadata.json. The batch may have any size of at least 1.
+Each is a folder that also has metadata.json, and in example.npz a small input with its outputs, by
+which `compare` says whether the program still computes the same. The batch may have any size of at
+least 1.
 """
 
+import calendar
 import contextlib
 import dataclasses
+import datetime
 import importlib.util
 import json
 import os
@@ -25,6 +29,9 @@ from het_plugin.weights import onnx_graph
 
 PLATFORMS = ('cpu', 'tpu', 'cuda')
 METADATA = 'metadata.json'
+EXAMPLE = 'example.npz'
+STABLEHLO = 'program.stablehlo'
+ONNX = 'model.onnx'
 CLASS_NAMES = 'class_names.txt'
 # What each format needs, and what brings it.
 NEEDED = {
@@ -35,8 +42,9 @@ NEEDED = {
 # Names in the folder of a program, of any format.
 _OURS = {
   METADATA,
-  'program.stablehlo',
-  'model.onnx',
+  EXAMPLE,
+  STABLEHLO,
+  ONNX,
   'saved_model.pb',
   'variables',
   'assets',
@@ -44,7 +52,8 @@ _OURS = {
 }
 # A file of flatbuffers or protocol buffers holds 2 GiB.
 MAX_BYTES = 2**31 - 2**24
-_ONNX_TOLERANCE = 1e-3
+TOLERANCE = 1e-3
+PROMISED_MONTHS = 6  # https://docs.jax.dev/en/latest/501/export.html#compatibility-guarantees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +86,24 @@ class Program:
       'input': {'name': self.input_name, 'shape': [None, *self.shape], 'dtype': 'float32'},
       'outputs': {name: {'shape': [None, *x.shape[1:]]} for name, x in outputs.items()},
     }
+    if kind == 'stablehlo':
+      facts['jax'] = jax.__version__
+      facts['promised_until'] = months_after(datetime.date.today(), PROMISED_MONTHS).isoformat()
     return {**self.about, **facts}
+
+  def example(self) -> dict[str, np.ndarray]:
+    """A random input of two rows, and its outputs, by their names."""
+    x = np.random.default_rng(0).uniform(-1, 1, (2, *self.shape)).astype(np.float32)
+    outputs = jax.jit(self.__call__)(x)
+    return {self.input_name: x} | {name: np.asarray(y) for name, y in outputs.items()}
+
+
+def months_after(day: datetime.date, months: int) -> datetime.date:
+  """The same day of a later month, or the last one of a month that is too short."""
+  years, month = divmod(day.month - 1 + months, 12)
+  year = day.year + years
+  last = calendar.monthrange(year, month + 1)[1]
+  return datetime.date(year, month + 1, min(day.day, last))
 
 
 def check(folder: str, kind: str) -> None:
@@ -87,11 +113,7 @@ def check(folder: str, kind: str) -> None:
     ValueError: the format is unknown, its packages are missing, or the folder is not one of a
       program.
   """
-  if kind not in NEEDED:
-    raise ValueError(f'format={kind!r} is unknown: choose one of {", ".join(NEEDED)}')
-  packages, source = NEEDED[kind]
-  if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-    raise ValueError(f'format={kind} needs {" and ".join(missing)}: pip install {source}')
+  _check_packages(kind)
   if '://' in str(folder):
     raise ValueError(f'output={folder} must be a local folder: a program is moved into its place')
   path = Path(folder)
@@ -103,6 +125,15 @@ def check(folder: str, kind: str) -> None:
     raise ValueError(
       f'output={folder} is there and is no folder of a program alone: name a new one'
     )
+
+
+def _check_packages(kind: str) -> None:
+  """Refuses a format that is unknown, or whose packages are missing."""
+  if kind not in NEEDED:
+    raise ValueError(f'format={kind!r} is unknown: choose one of {", ".join(NEEDED)}')
+  packages, source = NEEDED[kind]
+  if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+    raise ValueError(f'format={kind} needs {" and ".join(missing)}: pip install {source}')
 
 
 def write(program: Program, folder: str, kind: str) -> dict[str, Any]:
@@ -130,6 +161,9 @@ def write(program: Program, folder: str, kind: str) -> dict[str, Any]:
   metadata = program.metadata(kind)
   with _replacing_folder(Path(folder).resolve()) as unfinished:  # a link stays one
     _WRITERS[kind](program, unfinished, metadata)
+    np.savez(unfinished / EXAMPLE, **program.example())
+    if kind == 'onnx':  # whose translation is our own
+      compare(str(unfinished), metadata)
     (unfinished / METADATA).write_text(json.dumps(metadata, indent=2) + '\n', encoding='utf-8')
   return metadata
 
@@ -154,7 +188,7 @@ def _replacing_folder(folder: Path) -> Generator[Path]:
 def _write_stablehlo(program: Program, folder: Path, metadata: Mapping[str, Any]) -> None:
   of_input = jax.ShapeDtypeStruct((_batch(), *program.shape), jnp.float32)
   exported = jax.export.export(jax.jit(program.__call__), platforms=PLATFORMS)(of_input)
-  (folder / 'program.stablehlo').write_bytes(exported.serialize())
+  (folder / STABLEHLO).write_bytes(exported.serialize())
 
 
 def _batch() -> Any:
@@ -221,36 +255,89 @@ def _write_onnx(program: Program, folder: Path, metadata: Mapping[str, Any]) -> 
       f'format=onnx has no translation of {error}: use stablehlo or saved_model'
     ) from error
   onnx.checker.check_model(model, full_check=True)
-  _check_onnx(program, model)
-  onnx.save_model(model, str(folder / 'model.onnx'))
+  onnx.save_model(model, str(folder / ONNX))
 
 
-def _check_onnx(program: Program, model: Any) -> None:
-  """Refuses a translation whose results are others, on a few random rows."""
-  import onnxruntime
+def compare(path: str, metadata: Mapping[str, Any] | None = None) -> dict[str, float]:
+  """Runs a program on the input that its folder holds.
 
-  x = np.random.default_rng(0).uniform(-1, 1, (3, *program.shape)).astype(np.float32)
-  session = onnxruntime.InferenceSession(
-    model.SerializeToString(), providers=['CPUExecutionProvider']
-  )
-  expected = jax.jit(program.__call__)(x)
-  found = session.run(list(expected), {program.input_name: x})
-  for (name, ours), theirs in zip(expected.items(), map(np.asarray, found), strict=True):
-    ours = np.asarray(ours)
+  Args:
+    path: the folder of a program, or a file in it.
+    metadata: of the program; None reads metadata.json.
+
+  Returns:
+    The largest difference of each output to the one in the folder, relative where it is above 1.
+
+  Raises:
+    ValueError: the folder is not one of a program or has no example, the packages of its format are
+      missing, the program is not read, or a difference is above `TOLERANCE`.
+  """
+  folder = Path(path)
+  folder = folder.parent if folder.is_file() else folder
+  if not (folder / EXAMPLE).is_file():
+    raise ValueError(
+      f'{path} is not a program with an {EXAMPLE} beside it, as export --format writes one: export '
+      'it again'
+    )
+  metadata = metadata or json.loads((folder / METADATA).read_text(encoding='utf-8'))
+  kind = metadata['format']
+  _check_packages(kind)
+  with np.load(folder / EXAMPLE) as file:
+    expected = dict(file)
+  x = expected.pop(metadata['input']['name'])
+  try:
+    outputs = _RUNNERS[kind](folder, metadata['input']['name'], x)
+  except Exception as error:  # each library raises many types
+    promise = ''
+    if kind == 'stablehlo':
+      promise = (
+        f', written by jax {metadata["jax"]} and promised until {metadata["promised_until"]}, with '
+        f'jax {jax.__version__}: export it again, or with --format=saved_model or onnx, which last'
+      )
+    raise ValueError(f'the {kind} program in {folder} does not run{promise} ({error})') from error
+  differences = {}
+  for name, ours in expected.items():
+    theirs = np.asarray(outputs[name])
     if ours.shape != theirs.shape:
-      raise ValueError(f'the ONNX program gives {name} {theirs.shape} in place of {ours.shape}')
+      raise ValueError(f'the {kind} program gives {name} {theirs.shape} in place of {ours.shape}')
     # Relative where values are large: the entropy of many sigmoids is a sum of thousands of nats.
     relative = np.abs(ours - theirs) / np.maximum(1, np.abs(ours))
-    difference = float(np.max(relative, initial=0.0))
-    if not difference <= _ONNX_TOLERANCE:
+    differences[name] = float(np.max(relative, initial=0.0))
+    if not differences[name] <= TOLERANCE:
       raise ValueError(
-        f'the ONNX program gives {name} that differ by {difference:.1g} from ours: its translation '
-        'is wrong; use stablehlo or saved_model'
+        f'the {kind} program gives {name} that differ by {differences[name]:.1g} from those of the '
+        f'model that was exported; at most {TOLERANCE} is rounding'
       )
+  return differences
+
+
+def _run_stablehlo(folder: Path, name: str, x: np.ndarray) -> Mapping[str, Any]:
+  return jax.export.deserialize(bytearray((folder / STABLEHLO).read_bytes())).call(x)
+
+
+def _run_saved_model(folder: Path, name: str, x: np.ndarray) -> Mapping[str, Any]:
+  import tensorflow as tf
+
+  program = tf.saved_model.load(str(folder))
+  return program.signatures['serving_default'](tf.constant(x))
+
+
+def _run_onnx(folder: Path, name: str, x: np.ndarray) -> Mapping[str, Any]:
+  import onnxruntime
+
+  session = onnxruntime.InferenceSession(str(folder / ONNX), providers=['CPUExecutionProvider'])
+  outputs = [output.name for output in session.get_outputs()]
+  return dict(zip(outputs, map(np.asarray, session.run(outputs, {name: x})), strict=True))
 
 
 _WRITERS = {
   'stablehlo': _write_stablehlo,
   'saved_model': _write_saved_model,
   'onnx': _write_onnx,
+}
+
+_RUNNERS = {
+  'stablehlo': _run_stablehlo,
+  'saved_model': _run_saved_model,
+  'onnx': _run_onnx,
 }
