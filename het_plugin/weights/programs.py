@@ -161,7 +161,7 @@ def write(program: Program, folder: str, kind: str) -> dict[str, Any]:
   metadata = program.metadata(kind)
   with _replacing_folder(Path(folder).resolve()) as unfinished:  # a link stays one
     _WRITERS[kind](program, unfinished, metadata)
-    np.savez(unfinished / EXAMPLE, **program.example())
+    np.savez(unfinished / EXAMPLE, **program.example())  # ty: ignore[invalid-argument-type]
     if kind == 'onnx':  # whose translation is our own
       compare(str(unfinished), metadata)
     (unfinished / METADATA).write_text(json.dumps(metadata, indent=2) + '\n', encoding='utf-8')
