@@ -32,7 +32,7 @@ def main() -> None:
   if command == '--version':
     print(het_plugin.__version__)
   elif command == 'completion':
-    from het_plugin.config import completion
+    from het_plugin.cli import completion
 
     print(completion.script(known), end='')
   elif command in ('--help', '-h', 'help'):
@@ -56,7 +56,7 @@ def main() -> None:
       sys.exit(2)
     try:
       chosen = importlib.import_module(f'het_plugin.{command}')
-      from het_plugin.config import command_line
+      from het_plugin.cli import command_line
     except ModuleNotFoundError as error:  # the extra `train` is not installed
       hint = '' if 'pip install' in str(error) else ": pip install 'het_plugin[train]'"
       print(f'Error: {error}{hint}', file=sys.stderr)

@@ -23,10 +23,10 @@ from pathlib import Path
 
 from absl import flags
 
-from het_plugin.config import command_line, distributed, flag_values
+from het_plugin.cli import command_line
 from het_plugin.estimators import audit, probe
 from het_plugin.rows import files
-from het_plugin.system import stopping
+from het_plugin.system import distributed, flag_values, stopping
 from het_plugin.weights import is_weights_file
 
 # Flags of the fits that --pred_probs replaces.

@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from absl import flags
 
 from het_plugin import reporting
-from het_plugin.config import command_line, distributed, flag_values
+from het_plugin.cli import command_line
 from het_plugin.estimators import noise_gain
 from het_plugin.evaluation import evaluate, uncertainty_report
 from het_plugin.evaluation.names import short_names
 from het_plugin.runs import configuration
-from het_plugin.system import run_files
+from het_plugin.system import distributed, flag_values, run_files
 from het_plugin.weights import is_weights_file
 
 _AS_GIVEN = (

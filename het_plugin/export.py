@@ -27,7 +27,8 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from het_plugin.config import changes, command_line
+from het_plugin.cli import command_line
+from het_plugin.config import changes
 from het_plugin.evaluation import serve
 from het_plugin.runs import configuration, open_run
 from het_plugin.weights import is_weights_file, programs, write_arrays

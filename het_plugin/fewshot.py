@@ -20,9 +20,10 @@ from typing import Any
 
 from absl import flags
 
-from het_plugin.config import command_line, distributed, flag_values
+from het_plugin.cli import command_line
 from het_plugin.evaluation import fewshot as report
 from het_plugin.measures import fewshot
+from het_plugin.system import distributed, flag_values
 
 _OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size')  # flags that belong to --checkpoint
 _OF_FITS = ('protocol', 'classifier', 'draw', 'l2', 'shots', 'seeds')  # of --train or --checkpoint

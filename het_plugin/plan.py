@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from absl import flags
 
 from het_plugin import reporting
-from het_plugin.config import command_line, flag_values
+from het_plugin.cli import command_line
 from het_plugin.planning import report, search, topology, worker
-from het_plugin.system import run_files
+from het_plugin.system import flag_values, run_files
 
 FLAGS = flags.FLAGS
 

@@ -15,10 +15,11 @@ import jax
 from absl import flags
 
 from het_plugin import reporting
-from het_plugin.config import command_line, distributed
+from het_plugin.cli import command_line
 from het_plugin.evaluation import predict
 from het_plugin.rows import read
 from het_plugin.runs import open_run
+from het_plugin.system import distributed
 from het_plugin.weights import is_weights_file
 
 

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from absl import flags
 
 from het_plugin import reporting
-from het_plugin.config import command_line, distributed, flag_values
+from het_plugin.cli import command_line
 from het_plugin.estimators import noise_gain, probe
-from het_plugin.system import stopping
+from het_plugin.system import distributed, flag_values, stopping
 
 
 def define_flags() -> None:

@@ -28,7 +28,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from het_plugin.config import command_line, uses
+from het_plugin.cli import command_line
+from het_plugin.config import uses
 from het_plugin.experiments import head_comparison, trainings
 from het_plugin.experiments.head_comparison import HEADS
 from het_plugin.system import run_files

@@ -21,10 +21,11 @@ import jax
 from absl import flags
 
 from het_plugin import reporting
-from het_plugin.config import command_line, distributed
+from het_plugin.cli import command_line
 from het_plugin.evaluation import represent
 from het_plugin.rows import files
 from het_plugin.runs.run import POOLS
+from het_plugin.system import distributed
 
 _OF_FILES = ('format', 'dtype', 'overwrite')
 _OF_A_MODEL = ('splits', 'layers', 'pool', 'batch_size', 'max_examples', 'image_size')

@@ -26,9 +26,10 @@ from typing import Any
 
 from absl import flags
 
-from het_plugin.config import command_line, distributed, flag_values
+from het_plugin.cli import command_line
 from het_plugin.evaluation.candidates import split_sources
 from het_plugin.measures import knn, rankme
+from het_plugin.system import distributed, flag_values
 
 _OF_RUNS = ('checkpoint', 'split', 'batch_size', 'output_dir')
 _MEMBERS = ('max_members', 'replacement')

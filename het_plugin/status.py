@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from absl import flags
 
 from het_plugin import reporting
-from het_plugin.config import command_line
-from het_plugin.operations import attempts, profiles, run_status, status_report
+from het_plugin.cli import command_line
+from het_plugin.operations import attempts, run_status, status_report
 from het_plugin.system import run_files
 
 _CLEAR = '\x1b[H\x1b[2J'
@@ -70,6 +70,8 @@ def _show(run_dir: str) -> str:
 
 
 def _request_profile(run_dir: str, steps: int) -> None:
+  from het_plugin.operations import profiles  # imports JAX
+
   state = run_status.read(run_dir, flags.FLAGS.stale_seconds)['state']
   if state not in (attempts.RUNNING, run_status.STARTING):
     raise ValueError(f'--profile_steps={steps} needs a running run; {run_dir} is {state}')

@@ -23,21 +23,24 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from het_plugin.config import command_line, distributed, parsing, uses
-from het_plugin.operations import operations
-from het_plugin.runs import starting
+from het_plugin.cli import command_line, training_flags
+from het_plugin.system import distributed
 
 
 def define_flags() -> None:
   command_line.define_flags()
-  starting.define_flags()
+  training_flags.define_flags()
 
 
 def main(argv: Sequence[str]) -> None:
-  import gin  # not at the top: het_plugin.config says how to install it
-
-  operations.collect_garbage_later()
   with command_line.one_sentence_errors(argv):
+    # Not at the top, because --help needs none of them.
+    import gin
+    from het_plugin.config import parsing, uses
+    from het_plugin.operations import operations
+    from het_plugin.runs import starting
+
+    operations.collect_garbage_later()
     distributed.initialize()
     files, typed, search_paths = command_line.gin_settings()
     parsing.parse_config(files, typed, search_paths)

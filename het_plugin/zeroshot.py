@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from het_plugin.config import command_line, distributed
+from het_plugin.cli import command_line
 from het_plugin.evaluation import zeroshot_report
 from het_plugin.runs.run import TEST_SPLITS
+from het_plugin.system import distributed
 
 _OF_DATASETS = (
   'split',

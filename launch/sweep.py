@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from het_plugin import reporting
-from het_plugin.config import flag_values
-from het_plugin.system import run_files
+from het_plugin.system import flag_values, run_files
 
 HEAD = 'head'
 MODEL_DIR = 'MODEL_DIR'

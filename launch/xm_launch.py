@@ -36,9 +36,9 @@ from typing import Any
 from absl import flags
 
 from het_plugin import reporting
-from het_plugin.config import command_line, parsing
+from het_plugin.cli import command_line, training_flags
+from het_plugin.config import parsing
 from het_plugin.planning import slices
-from het_plugin.runs import starting
 from launch import processes, sweep
 from launch.gke import render
 
@@ -56,7 +56,7 @@ FAILED = 1
 
 def define_flags() -> None:
   command_line.define_flags()
-  starting.define_flags()
+  training_flags.define_flags()
   render.define_settings_flags()
   flags.DEFINE_enum('executor', 'local', EXECUTORS, 'Where the jobs run.')
   flags.DEFINE_string('name', 'het-plugin', 'Name of the experiment and of JobSets.')
@@ -231,7 +231,7 @@ def main(argv: Sequence[str]) -> None:
       *command_line.gin_settings(),
       values.heads,
       values.sweep,
-      starting.given_flags(),
+      training_flags.given_flags(),
     )
     check_heads(values.heads)
     check_flags(values.executor)

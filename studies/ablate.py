@@ -25,8 +25,8 @@ from pathlib import Path
 
 from absl import flags
 
-from het_plugin.config import command_line, flag_values
-from het_plugin.system import run_files
+from het_plugin.cli import command_line
+from het_plugin.system import flag_values, run_files
 from studies import study
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from absl import flags, logging
 
-from het_plugin.config import command_line
+from het_plugin.cli import command_line
 from het_plugin.experiments import trainings
 from het_plugin.system import run_files
 from het_plugin.training import compilation_cache

@@ -115,7 +115,7 @@ def data_dir() -> Path:
 def _parsed_flags(main, *arguments):
   from absl import flags
 
-  from het_plugin.config import command_line
+  from het_plugin.cli import command_line
 
   before = set(flags.FLAGS)
   main.define_flags()

@@ -24,16 +24,6 @@ _BUILTINS = ('gin.macro', 'gin.constant', 'gin.singleton')
 _MAIN = 'het_plugin.training.train'  # called by a main, so that no value needs to
 
 
-def define_flags() -> None:
-  """The flag --allow_imports, which `check` reads."""
-  flags.DEFINE_list(
-    'allow_imports',
-    [],
-    'Packages that config.gin of an opened run may import, in addition to het_plugin. Importing '
-    'runs their code.',
-  )
-
-
 def check(text: str, file: str) -> None:
   """Checks the configuration of a run before gin reads it, and imports the modules that it names.
 

@@ -18,7 +18,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 
 import gin
-from het_plugin.config import screen
+from het_plugin.system import screen
 
 MODEL_ROOMS = ('integrate', 'heads', 'backbones', 'models')
 TRAINER_ROOMS = ('data', 'training', 'evaluation')

@@ -27,7 +27,6 @@ import gin
 from het_plugin import data, reporting, runs, weights
 from het_plugin import rows as rows_lib
 from het_plugin.config import changes
-from het_plugin.config.flag_values import parse_sweep
 from het_plugin.data import splits
 from het_plugin.evaluation import evaluate, represent, select
 from het_plugin.evaluation.candidates import candidate_names, number_to_keep
@@ -38,6 +37,7 @@ from het_plugin.measures.ranking import best_first
 from het_plugin.rows import Rows
 from het_plugin.runs.opening import Configuration, GinSettings
 from het_plugin.system import processes, run_files
+from het_plugin.system.flag_values import parse_sweep
 from het_plugin.training import checkpoint_reader, optimizers
 
 _log = logging.getLogger(__name__)

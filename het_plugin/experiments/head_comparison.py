@@ -18,9 +18,8 @@ from scipy import special
 
 import gin
 from het_plugin import data, reporting
-from het_plugin.config import screen
 from het_plugin.experiments import trainings
-from het_plugin.system import run_files
+from het_plugin.system import run_files, screen
 from het_plugin.training import checkpoint_reader, partitioning
 
 # Standard deviation of the difference between heads over seeds, after the 1,000 steps of the quick

@@ -1,6 +1,6 @@
 """A thread that writes every few seconds what this process does, and ends it if it is stuck.
 
-JAX itself notices when another process is lost (`config.distributed`).
+JAX itself notices when another process is lost (`system.distributed`).
 """
 
 import faulthandler

@@ -6,6 +6,7 @@ from typing import Any
 
 from het_plugin import reporting
 from het_plugin.operations import goodput, run_status
+from het_plugin.system import terminal
 
 Found = Mapping[str, Any]
 
@@ -39,7 +40,7 @@ def text(found: Found) -> str:
   lines = [found['run_dir'], headline(found)]
   if found['problems']:
     lines += ['', *(f'! {problem}' for problem in found['problems'])]
-  lines = (reporting.printable(line.replace('\n', ' ')) for line in lines)
+  lines = (terminal.printable(line.replace('\n', ' ')) for line in lines)
   return '\n\n'.join(['\n'.join(lines), *map(reporting.plain_table, tables(found))])
 
 

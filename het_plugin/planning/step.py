@@ -17,7 +17,8 @@ from flax import traverse_util
 
 import gin
 from het_plugin import data
-from het_plugin.config import command_line, parsing, uses
+from het_plugin.cli import command_line
+from het_plugin.config import parsing, uses
 from het_plugin.planning import hlo, topology, worker
 from het_plugin.planning.worker import Request
 from het_plugin.system import exit_codes

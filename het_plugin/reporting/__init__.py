@@ -17,7 +17,6 @@ _MODULES = {  # imported on first use: tables need no matplotlib
   'progress': ('Progress',),
   'report': ('Figure', 'Gallery', 'Picture', 'Report', 'Thumbnail'),
   'results': ('provenance', 'write_csv', 'write_json', 'written_here'),
-  'terminal': ('printable',),
   'text': ('aligned', 'plain_table'),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

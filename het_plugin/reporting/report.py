@@ -7,13 +7,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from het_plugin.reporting.columns import Row, Table, tables_of
 from het_plugin.reporting.results import provenance, write_json
-from het_plugin.reporting.terminal import printable
 from het_plugin.reporting.text import plain_table, text_table
 from het_plugin.system import run_files
+from het_plugin.system.terminal import printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +126,8 @@ class Report:
       html: path of the page.
       output_dir: folder of results.json, results.txt, index.html and all plots.
     """
+    import jax  # slow: pages and tables need none
+
     if jax.process_index() > 0:
       return
     print(self.text())

@@ -8,7 +8,7 @@ from rich import box, console, table
 from rich.text import Text
 
 from het_plugin.reporting.columns import Row, Table, tables_of
-from het_plugin.reporting.terminal import printable
+from het_plugin.system.terminal import printable
 
 _BEST = '*'
 _NO_STAR = '\ue000'  # a space until rich, which drops spaces at the end, has aligned the cells

@@ -1,42 +1,8 @@
-"""Runs the training that gin configures, and defines its flags."""
-
-from absl import flags
+"""Runs the training that gin configures."""
 
 import gin
-from het_plugin.config import changes, distributed, foreign, screen
+from het_plugin.config import changes
 from het_plugin.training import observer as observer_lib
-
-
-def define_flags() -> None:
-  """Flags of training, which launchers also take and pass on (`given_flags`)."""
-  distributed.define_flags()
-  flags.DEFINE_integer(
-    'stall_timeout_seconds',
-    1800,
-    'How long training may make no progress before its processes end: more than the longest '
-    'compilation, restore or action takes.',
-    lower_bound=1,
-  )
-  flags.DEFINE_bool(
-    'accept_config_changes',
-    False,
-    'Resumes a run although its configuration may now give other results; the old one is kept.',
-  )
-
-
-def given_flags() -> list[str]:
-  """The flags of training on the command line, as arguments of training.
-
-  They include those of JAX and of the log, without gin's (`sweep.make_jobs` has these).
-  """
-  ours = distributed.__name__, __name__, foreign.__name__, screen.__name__, 'absl.logging'
-  return [
-    flag.serialize()
-    for module, defined in sorted(flags.FLAGS.flags_by_module_dict().items())
-    if module in ours or module.partition('.')[0] == 'jax'
-    for flag in defined
-    if flag.present
-  ]
 
 
 def train_from_gin(

@@ -1,10 +1,45 @@
 """Which installed packages are outside the ranges that this package was tested with."""
 
+import importlib
 import importlib.metadata
 import re
+import sys
 
 # As in the metadata of the wheel: 'flax<0.13,>=0.12.8', or 'grain>=0.2.18; extra == "train"'.
 _REQUIREMENT = re.compile(r'([\w.-]+)([^;]*)(.*)')
+
+
+def check(*packages: str) -> None:
+  """Imports packages of the extra `train`, in installed ranges.
+
+  A program that was started as `python -m het_plugin.train` or as het-plugin ends with one sentence
+  otherwise.
+
+  Raises:
+    ModuleNotFoundError: in other programs, if a package is missing.
+  """
+  if problem := unsupported():
+    _end_a_main(problem)
+  for package in packages:
+    try:
+      importlib.import_module(package)
+    except ImportError as error:
+      raise missing(error) from error
+
+
+def missing(error: ImportError) -> ModuleNotFoundError:
+  """The error of a package that is missing, with what installs it; a main ends with it."""
+  message = f"{error.msg}: pip install 'het_plugin[train]'"
+  _end_a_main(message)
+  return ModuleNotFoundError(message, name=error.name)
+
+
+def _end_a_main(message: str) -> None:
+  """Ends a program that was started as `python -m het_plugin.train`; returns in others."""
+  main = getattr(sys.modules['__main__'], '__spec__', None)
+  if main is not None and main.name.startswith('het_plugin.'):
+    print(f'Error: {message}', file=sys.stderr)
+    sys.exit(2)
 
 
 def unsupported() -> str:

@@ -22,9 +22,8 @@ from typing import Any
 import yaml
 from absl import flags
 
-from het_plugin.config import command_line
+from het_plugin.cli import command_line, training_flags
 from het_plugin.planning import slices
-from het_plugin.runs import starting
 from launch import sweep
 from launch.processes import PREEMPTED
 
@@ -205,7 +204,7 @@ def settings() -> dict[str, Any]:
 
 def define_flags() -> None:
   command_line.define_flags()
-  starting.define_flags()
+  training_flags.define_flags()
   define_settings_flags()
   flags.DEFINE_string('name', 'het-plugin', 'Name of the JobSet.')
   flags.DEFINE_string('model_dir', '', 'gs:// folder of the run.')
@@ -216,7 +215,7 @@ def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     values = flags.FLAGS
     given = command_line.gin_settings()
-    train_flags = starting.given_flags()
+    train_flags = training_flags.given_flags()
     (job,) = sweep.make_jobs(values.model_dir, *given, train_flags=train_flags)
     text = to_yaml(jobset(values.name, settings(), job))
     pools = ''.join(f'# {command}\n' for command in node_pools(values.name, settings()))

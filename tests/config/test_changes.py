@@ -10,8 +10,9 @@ from etils import epath
 import gin
 from het_plugin import train as main
 from het_plugin.config import changes as config_changes
-from het_plugin.config import parsing, registry, screen, statements
+from het_plugin.config import parsing, registry, statements
 from het_plugin.config.changes import changes
+from het_plugin.system import screen
 from het_plugin.training import partitioning
 
 

@@ -10,7 +10,8 @@ import pytest
 
 import gin
 from het_plugin import data, evaluate, heads, models, status, train
-from het_plugin.config import command_line, parsing
+from het_plugin.cli import command_line
+from het_plugin.config import parsing
 from het_plugin.evaluation import actions, prompts
 from het_plugin.system import exit_codes
 from het_plugin.training import train as train_lib

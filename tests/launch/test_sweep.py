@@ -3,7 +3,8 @@
 import pytest
 
 import gin
-from het_plugin.config import command_line, flag_values
+from het_plugin.cli import command_line
+from het_plugin.system import flag_values
 from launch import sweep
 
 FILES = ['gin/runs/digits_smoke.gin']

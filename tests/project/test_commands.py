@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 
 from het_plugin import __main__ as front
-from het_plugin.config import command_line
+from het_plugin.cli import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -161,7 +161,7 @@ except ValueError as error:
   print(error)
 sys.argv = ['train', *sys.argv[1:]]
 from het_plugin import train
-from het_plugin.config import command_line
+from het_plugin.cli import command_line
 command_line.run(train.main)
 """
 

@@ -22,12 +22,13 @@ BELOW = {
   'measures': set(),
   'weights': {'system'},
   'reporting': {'system'},
+  'cli': {'config', 'reporting', 'system'},
   'rows': {'measures', 'system', 'weights'},
   'data': {'reporting', 'rows', 'system'},  # of reporting, the progress
   'models': {'backbones', 'data', 'heads', 'integrate', 'system'},  # of data, feature converters
   'training': {'data', 'system', 'weights'},
   'operations': {'reporting', 'system', 'training'},
-  'config': {'data', 'reporting', 'system', 'training'},
+  'config': {'data', 'system', 'training'},
   'runs': {'config', 'data', 'operations', 'rows', 'system', 'training', 'weights'},
   'evaluation': {
     'config',
@@ -51,7 +52,7 @@ BELOW = {
     'system',
     'weights',
   },
-  'planning': {'config', 'data', 'reporting', 'system', 'training'},
+  'planning': {'cli', 'config', 'data', 'reporting', 'system', 'training'},
   'hosts': {
     'config',
     'data',
@@ -224,6 +225,19 @@ def test_the_package_itself_is_imported_at_once():
     'print(time.process_time() - start, *{"jax", "numpy", "tensorflow"} & set(sys.modules))'
   )
   assert float(seconds) < 0.3 and not brought
+
+
+@pytest.mark.parametrize(
+  'modules',
+  ['train, het_plugin.cli.command_line', 'status, het_plugin.operations.status_report'],
+)
+def test_help_and_the_state_of_a_run_need_no_jax(modules):
+  found = run(
+    f'import sys, het_plugin.{modules}\n'
+    'from het_plugin import reporting\n'
+    'print(*[reporting.Report.__name__], *{"jax", "gin", "tensorflow"} & set(sys.modules))'
+  )
+  assert found == ['Report']
 
 
 def test_names_of_the_package_are_those_of_its_rooms():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from het_plugin.config import distributed
+from het_plugin.system import distributed
 from het_plugin.training import checkpoints
 from tests.training import late_run, toy_run
 

@@ -4,7 +4,7 @@ import pytest
 from absl import flags
 
 from het_plugin import train
-from het_plugin.runs import starting
+from het_plugin.cli import training_flags
 from launch import xm_launch
 from launch.gke import render
 
@@ -23,9 +23,9 @@ def test_all_flags_of_training_are_taken(launcher, parsed_flags):
     of_training = set(flags.FLAGS) - before
   with parsed_flags(launcher, *GIVEN):
     assert of_training <= set(flags.FLAGS)
-    assert sorted(starting.given_flags()) == sorted(GIVEN)
+    assert sorted(training_flags.given_flags()) == sorted(GIVEN)
   with parsed_flags(launcher):
-    assert starting.given_flags() == []
+    assert training_flags.given_flags() == []
 
 
 def test_a_jobset_hands_them_on(run_main):

@@ -8,12 +8,10 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
-import jax
 from absl import app, flags, logging
 
 from het_plugin import reporting
-from het_plugin.config import distributed, foreign, parsing, screen
-from het_plugin.system import exit_codes
+from het_plugin.system import distributed, exit_codes, screen, terminal
 
 _FLAG_PREFIX = '--gin.'
 _OUT_OF_MEMORY = re.compile('RESOURCE_EXHAUSTED')
@@ -29,6 +27,7 @@ _HELP = {'--help', '-h', '-help', '--helpshort', '--helpfull'}
 _WRITTEN = ('csv', 'html', 'json', 'png', 'suggest')  # flags that name a file of results
 _REPLACED = (*_WRITTEN, 'output', 'output_dir', 'write_pred_probs')
 # Modules whose flags --help shows.
+_SHARED = ('het_plugin.cli.command_line', 'het_plugin.system')  # last, those of the command first
 _OURS = ('het_plugin', 'launch', 'benchmarks', 'studies', '__main__')
 
 
@@ -47,7 +46,12 @@ def define_binding_flags() -> None:
     """around text: --gin.MODEL_DIR="'runs/x'". Repeatable.""",
   )
   flags.DEFINE_list('gin_search_paths', ['.'], 'Folders to search for gin files.')
-  foreign.define_flags()
+  flags.DEFINE_list(
+    'allow_imports',
+    [],
+    'Packages that config.gin of an opened run may import, in addition to het_plugin. Importing '
+    'runs their code.',
+  )
 
 
 def gin_settings() -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
@@ -109,7 +113,12 @@ def one_sentence(error: BaseException) -> str:
   lines = [line for line in lines if line and not line.startswith('In call to configurable')]
   if isinstance(error, ModuleNotFoundError) and error.name == 't5x':
     lines.append('(docs/t5x.md says how to install it)')
-  return reporting.printable(parsing.as_typed(' '.join(lines)))
+  said = ' '.join(lines)
+  if 'gin' in sys.modules:  # else no binding was read
+    from het_plugin.config import parsing
+
+    said = parsing.as_typed(said)
+  return terminal.printable(said)
 
 
 @contextlib.contextmanager
@@ -133,7 +142,8 @@ def one_sentence_errors(argv: Sequence[str] = ()):
     if sentence is None:
       raise
     logging.flush()
-    print(f'Error: {sentence} (--verbosity=1 shows where)', file=sys.stderr)
+    where = '' if 'pip install' in sentence else ' (--verbosity=1 shows where)'
+    print(f'Error: {sentence}{where}', file=sys.stderr)
     sys.exit(exit_codes.WRONG_SETTING)
 
 
@@ -163,7 +173,9 @@ def _sentence(error: Exception) -> str | None:
   errors = getattr(sys.modules.get('tensorflow'), 'errors', None)  # which reads and writes gs://
   if errors and isinstance(error, errors.OpError) and '://' in error.message:
     return f'{one_sentence(error)}; give a local path, or one that can be reached'
-  out_of_memory = isinstance(error, jax.errors.JaxRuntimeError) and _OUT_OF_MEMORY.match(str(error))
+  jax_errors = getattr(sys.modules.get('jax'), 'errors', None)
+  of_devices = jax_errors and isinstance(error, jax_errors.JaxRuntimeError)
+  out_of_memory = of_devices and _OUT_OF_MEMORY.match(str(error))
   if out_of_memory or isinstance(error, MemoryError):
     reason = _OUT_OF_MEMORY.sub('', str(error)).partition('\n')[0].strip(': .') or 'of the host'
     advice = 'take a smaller batch, fewer factors (num_factors) or a smaller model, or more devices'
@@ -174,7 +186,7 @@ def _sentence(error: Exception) -> str | None:
 def help_text(main: Callable[[Sequence[str]], None]) -> str:
   """The text of --help: docstring of the main's module, exit codes, all flags of this project."""
   defined = flags.FLAGS.flags_by_module_dict()
-  own_first = sorted(defined, key=lambda module: module.startswith('het_plugin.config'))
+  own_first = sorted(defined, key=lambda module: module.startswith(_SHARED))
   ours = [m for m in own_first if m == sys.argv[0] or m.split('.')[0] in _OURS]
   lines = [sys.modules[main.__module__].__doc__ or '']
   if 'Exit codes' not in lines[0]:
@@ -197,13 +209,22 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
     with one_sentence_errors():
       print(help_text(main), flush=True)
     sys.exit(0)
-  jax.config.parse_flags_with_absl()
+  if _unknown(sys.argv[1:]):  # JAX's, whose import takes half a second, or wrong
+    import jax
+
+    jax.config.parse_flags_with_absl()
 
   def shown(argv: Sequence[str]) -> None:
     screen.set_up()
     distributed.leaving()(main)(argv)
 
   app.run(shown, flags_parser=parse_flags)
+
+
+def _unknown(arguments: Sequence[str]) -> bool:
+  """Whether an argument is a flag that nothing has defined yet."""
+  names = [x.lstrip('-').partition('=')[0] for x in arguments if x.startswith('-')]
+  return any(not {x, x.removeprefix('no')} & set(flags.FLAGS) for x in names)
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:

@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Generator, Mapping
 from typing import TypedDict
 
-import jax
 from absl import flags
 
 from het_plugin.system import exit_codes, stopping
@@ -68,6 +67,8 @@ def initialize() -> None:
   Raises:
     ValueError: a variable is wrong, or the announced processes cannot be found.
   """
+  import jax  # slow: the flags need none
+
   if jax.distributed.is_initialized():
     return
   settings = explicit_settings(os.environ)
@@ -118,6 +119,8 @@ def leaving() -> Generator[None]:
   try:
     yield
   except BaseException as error:
+    import jax
+
     code = exit_codes.of(error)
     if not jax.distributed.is_initialized() or code in (0, exit_codes.PREEMPTED):
       raise

@@ -12,11 +12,10 @@ import tempfile
 from collections.abc import Generator
 from typing import Any
 
-import jax
 from absl import flags
 from absl import logging as absl_logging
 
-from het_plugin import reporting
+from het_plugin.system import terminal
 
 _ORBAX = os.sep + 'orbax' + os.sep
 _LOOP_CLOSED = 'Event loop is closed'  # of asyncio
@@ -96,6 +95,8 @@ def without_native_lines() -> Generator[None]:
   reads any. Without effect with --verbose and in one of several processes, whose last lines must
   not be lost.
   """
+  import jax  # slow: --help and a report of a run need none
+
   if is_verbose() or 'tensorflow' in sys.modules or jax.distributed.is_initialized():
     yield
     return
@@ -119,5 +120,5 @@ class _ShortFormatter(logging.Formatter):
   """The message, after its level if it is a warning or an error."""
 
   def format(self, record: logging.LogRecord) -> str:
-    text = reporting.printable(super().format(record))
+    text = terminal.printable(super().format(record))
     return text if record.levelno < logging.WARNING else f'{record.levelname.title()}: {text}'

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from absl import flags
 
-from het_plugin.config import screen
+from het_plugin.system import screen
 
 _SCRIPT = """_het_plugin() {{
   local words word="${{COMP_WORDS[COMP_CWORD]}}"

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from het_plugin.config import distributed
-from het_plugin.system import exit_codes
+from het_plugin.system import distributed, exit_codes
 from launch import local, processes
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +74,8 @@ def test_clusters(environment, platforms, expected):
 
 
 JOIN = """
-from het_plugin.config import distributed, command_line
+from het_plugin.system import distributed
+from het_plugin.cli import command_line
 def main(argv):
   with command_line.one_sentence_errors():
     distributed.initialize()
@@ -129,7 +129,8 @@ def test_a_cluster_that_jax_does_not_know_is_one_sentence():
 FAULTY = """
 import os, signal, sys, time
 from absl import flags
-from het_plugin.config import distributed, command_line
+from het_plugin.system import distributed
+from het_plugin.cli import command_line
 def main(argv):
   import jax, numpy as np
   from jax.experimental import multihost_utils

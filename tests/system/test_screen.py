@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from het_plugin.config import screen
+from het_plugin.system import screen
 
 
 def record(path, level, message, name='absl'):
