@@ -93,7 +93,7 @@ def noise_tests(settings: evaluate.EvaluateSettings) -> reporting.Report:
   command_line.check_unused(unused, '--noise_test')
   configs = [configuration(source, *command_line.gin_settings()) for source in F.checkpoint]
   for config in configs:
-    noise_gain.check_run(config.checkpoint, config.argument('model'))
+    noise_gain.check_run(config.checkpoint.path, config.argument('model'))
   settings = evaluate.fitted(settings, configs)
   limits = {'batch_size': F.batch_size, 'max_examples': F.max_examples}
   found = {

@@ -25,7 +25,6 @@ from etils import epath
 
 from het_plugin.config import registry, statements, uses
 from het_plugin.system import run_files
-from het_plugin.training import checkpoint_reader
 
 _log = logging.getLogger(__name__)
 
@@ -231,18 +230,17 @@ class RunConfig:
     _log.info('The configuration is in %s.', folder / CONFIG)
 
 
-def config_file(checkpoint: epath.Path, step: int) -> epath.Path:
+def config_file(checkpoint: epath.Path, step: int, trained_with: str | None = None) -> epath.Path:
   """The file with the configuration that a checkpoint was trained with.
 
   This is config.gin beside the checkpoint, or the first config_until_STEP.gin of a later step. Logs
-  a warning if the checkpoint's own record has one that gives other results, as a checkpoint of
-  another run has.
+  a warning if it gives other results than `trained_with`, the one in the checkpoint's own record,
+  as beside a checkpoint of another run.
   """
   until = run_files.numbered(checkpoint.parent, _UNTIL, '.gin')
   later = [last for last in until if last >= step]
   file = until[min(later)] if later else checkpoint.parent / CONFIG
-  read, _ = checkpoint_reader.attempt(lambda: checkpoint_reader.read_json(checkpoint))
-  if read is not None and (trained_with := read.record.get('config')) and file.exists():
+  if trained_with and file.exists():
     found = changes(file.read_text(), trained_with)
     if others := [str(change) for change in found if change.changes_results]:
       more = f' and {len(others) - _NAMED} more' if len(others) > _NAMED else ''

@@ -110,8 +110,8 @@ def fitted(settings: EvaluateSettings, configs: Sequence[Configuration]) -> Eval
     chosen.append((task, split))
     if chosen[0] != chosen[-1]:
       raise ValueError(
-        f'--checkpoint={config.checkpoint} would be evaluated on {task}, split {split}, and '
-        f'{configs[0].checkpoint} on {chosen[0][0]}, split {chosen[0][1]}: set --dataset and '
+        f'--checkpoint={config.checkpoint.path} would be evaluated on {task}, split {split}, and '
+        f'{configs[0].checkpoint.path} on {chosen[0][0]}, split {chosen[0][1]}: set --dataset and '
         '--split'
       )
   if not chosen:

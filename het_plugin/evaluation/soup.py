@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from etils import epath
 from flax import core, traverse_util
 
-from het_plugin import data, reporting, runs, weights
-from het_plugin.config import changes
+from het_plugin import data, reporting, runs
 from het_plugin.evaluation.candidates import candidate_names
 from het_plugin.measures import uncertainty
 from het_plugin.runs.opening import GinSettings
-from het_plugin.training import checkpoint_reader, checkpoints, class_names, optimizers, warm_start
+from het_plugin.training import checkpoint_reader, checkpoints, class_names
 from het_plugin.training.state import TrainState
 
 PyTree = Any
@@ -76,15 +75,18 @@ def soup(
   for folder in folders.values():
     if checkpoint_reader.steps(folder):
       raise ValueError(f'{folder} holds a checkpoint already: take another --output_dir')
-  for source in filter(weights.is_weights_file, checkpoint):
-    raise ValueError(
-      f'--checkpoint={source} is a published file, whose head is not trained: give the directory '
-      'of a run'
-    )
-  run = runs.open_run(checkpoint[0], *gin_settings)
-  for source in checkpoint[1:]:
-    _check_like(checkpoint[0], run.model, source, *gin_settings)
-    class_names.check(f'--checkpoint={source}', class_names.read(source), run.class_names)
+  found = [runs.Checkpoint.find(source) for source in checkpoint]
+  for source in found:
+    if source.step is None:
+      raise ValueError(
+        f'--checkpoint={source.path} is a published file, whose head is not trained: give the '
+        'directory of a run'
+      )
+  config = runs.configuration(found[0], *gin_settings)
+  run = config.open()
+  for source, other in zip(checkpoint[1:], found[1:], strict=True):
+    _check_like(checkpoint[0], config, source, runs.configuration(other, *gin_settings))
+    class_names.check(f'--checkpoint={source}', other.class_names, run.class_names)
   task = dataset or run.task
   info = data.classification_info(task)
   run.model.validate(info)
@@ -102,13 +104,12 @@ def soup(
   target = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run.params
   )
-  ema = optimizers.evaluates_ema(run.model.optimizer_def)
+  target = traverse_util.flatten_dict(target, sep='/')
+  ema = config.evaluates_ema
 
   def read(candidate: int) -> PyTree:
-    found = str(checkpoint_reader.find(checkpoint[candidate]))
-    config = checkpoints.RestoreCheckpointConfig(found, mode='specific', ema=ema)
-    read = warm_start.restore_params(config, target)
-    return traverse_util.unflatten_dict(read, sep='/')
+    params = found[candidate].params_to(target, run.model, ema)
+    return traverse_util.unflatten_dict(params, sep='/')
 
   # Holds the greedy soup so far and the last one tried, so that a trial reads one checkpoint.
   @functools.lru_cache(maxsize=2)
@@ -127,8 +128,7 @@ def soup(
   for name, some in soups.items():
     params = average(*some)
     rows.append({'candidate': f'{name} soup', 'num_members': len(some), **score_of(params)})
-    config = changes.config_file(epath.Path(run.checkpoint), run.step).read_text()
-    _write_run(folders[name], run, params, config, ema)
+    _write_run(folders[name], run, params, found[0].config.read_text(), ema)
   titles = [f'best single: {names[best]}', *names]
   for title, scores in zip(titles, [alone[best], *alone], strict=True):
     rows.append({'candidate': title, 'num_members': 1, **scores})
@@ -170,14 +170,15 @@ def _write_run(folder: epath.Path, run: Any, params: PyTree, config: str, ema: b
       class_names.write(folder, run.class_names)
 
 
-def _check_like(first: str, model: Any, source: str, *gin_settings: Sequence[str]) -> None:
+def _check_like(
+  first: str, ours: runs.Configuration, source: str, theirs: runs.Configuration
+) -> None:
   """Raises ValueError if parameters mean something else in the model of another candidate."""
-  other = runs.configuration(source, *gin_settings).argument('model')
-  head = model.head
+  other = theirs.argument('model')
+  head = ours.argument('model').head
   names = [field.name for field in dataclasses.fields(head) if field.name not in ('parent', 'name')]
   differ = [name for name in names if getattr(head, name) != getattr(other.head, name, None)]
-  ema = [optimizers.evaluates_ema(x.optimizer_def) for x in (model, other)]
-  which = '' if ema[0] == ema[1] else 'with_ema.evaluate'
+  which = '' if ours.evaluates_ema == theirs.evaluates_ema else 'with_ema.evaluate'
   if type(head) is not type(other.head) or differ:
     which = f'{type(head).__name__}.{", ".join(differ) or "head"}'
   if which:

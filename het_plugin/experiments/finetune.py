@@ -26,7 +26,6 @@ import jax
 import gin
 from het_plugin import data, reporting, runs, weights
 from het_plugin import rows as rows_lib
-from het_plugin.config import changes
 from het_plugin.data import splits
 from het_plugin.evaluation import evaluate, represent, select
 from het_plugin.evaluation.candidates import candidate_names, number_to_keep
@@ -35,10 +34,10 @@ from het_plugin.experiments import trainings
 from het_plugin.measures import knn, votes
 from het_plugin.measures.ranking import best_first
 from het_plugin.rows import Rows
+from het_plugin.runs import Checkpoint
 from het_plugin.runs.opening import Configuration, GinSettings
 from het_plugin.system import processes, run_files
 from het_plugin.system.flag_values import parse_sweep
-from het_plugin.training import checkpoint_reader, optimizers
 
 _log = logging.getLogger(__name__)
 
@@ -163,7 +162,7 @@ def _check_runs(
         f'the candidates would be trained on {" and ".join(map(repr, tasks))}, each on the task of '
         'its own configuration: give one by --gin.MIXTURE_OR_TASK_NAME'
       )
-    model = Configuration(str(folder), step=None, arrays=None).argument('model')
+    model = Configuration(Checkpoint(str(folder))).argument('model')
     model.validate(data.classification_info(task))
     link = getattr(getattr(model, 'head', None), 'link', 'softmax')
     if link != 'softmax':
@@ -193,12 +192,11 @@ def _training(gin_settings: GinSettings, source: str) -> trainings.Training:
     files = []
     bindings = weights.tower_bindings(source)
   else:
-    found = checkpoint_reader.find(source)
-    files = [str(changes.config_file(found, checkpoint_reader.step_of(found)))]
+    found = Checkpoint.find(source)
+    files = [str(found.config)]
     bindings = []
-    trained = runs.configuration(found).argument('model')
-    restore['ema'] = optimizers.evaluates_ema(trained.optimizer_def)  # as when it is ranked
-    restore |= {'path': str(found), 'mode': 'specific', 'fallback_to_scratch': True}
+    restore['ema'] = runs.configuration(found).evaluates_ema  # as when it is ranked
+    restore |= {'path': found.path, 'mode': 'specific', 'fallback_to_scratch': True}
   bindings = [
     *bindings,
     'CheckpointConfig.restore = @RestoreCheckpointConfig()',

@@ -25,8 +25,11 @@ from flax import traverse_util
 
 import gin
 from het_plugin import weights
-from het_plugin.config import changes, foreign, gin_state, parsing, registry, uses
+from het_plugin.config import foreign, gin_state, parsing, registry, uses
+from het_plugin.runs.checkpoint import Checkpoint
 from het_plugin.runs.run import Run
+from het_plugin.training import class_names, initial_state, optimizers
+from het_plugin.training import state as state_lib
 from het_plugin.weights import layouts
 
 _log = logging.getLogger(__name__)
@@ -37,7 +40,6 @@ PyTree = Any
 PUBLISHED = 'het_plugin/gin/evaluation/published.gin'
 PUBLISHED_PAIRS = 'het_plugin/gin/evaluation/published_pairs.gin'
 TOKENIZER = 'tokenizer.json'  # beside the file
-_CHANNELS = (3, 1)
 _PARTITIONS = 'PjitPartitioner.num_partitions'
 _REPLICAS = 'PjitPartitioner.num_replicas'
 _SUBMESH = 'PjitPartitioner.model_parallel_submesh'
@@ -53,18 +55,15 @@ class Configuration:
   """The configuration of a trained run, and where its parameters are.
 
   Attributes:
-    checkpoint: the checkpoint's directory, or the published file.
-    step: the step of the checkpoint; None for a published file.
+    checkpoint: the checkpoint, or the published file.
     text: the configuration as gin text.
   """
 
-  def __init__(self, checkpoint: str, step: int | None, arrays: Mapping[str, np.ndarray] | None):
-    """Takes gin's current configuration. `arrays` are the content of a published file."""
+  def __init__(self, checkpoint: Checkpoint):
+    """Takes gin's current configuration."""
     self.checkpoint = checkpoint
-    self.step = step
     self.text = gin.config_str()
     self._state = gin_state.capture()
-    self._arrays = arrays
     self._made: dict[str, Any] = {}
 
   @contextlib.contextmanager
@@ -92,25 +91,23 @@ class Configuration:
   @property
   def task(self) -> str | None:
     """The task that the run trained on; None for a published file."""
-    return None if self.step is None else self.argument('train_dataset_cfg').mixture_or_task_name
+    if self.checkpoint.step is None:
+      return None
+    return self.argument('train_dataset_cfg').mixture_or_task_name
 
   @property
   def class_names(self) -> tuple[str, ...] | None:
     """The names of the classes that the run trained on; None where they were not kept.
 
     Raises:
-      ValueError: the file of names is damaged, or has another number of them than the head.
+      ValueError: the head has another number of classes.
     """
-    from het_plugin.training import class_names
-
-    if self.step is None:
-      return None
-    names = class_names.read(self.checkpoint)
+    names = self.checkpoint.class_names
     num_classes = getattr(getattr(self.argument('model'), 'head', None), 'num_classes', None)
     if names and num_classes and len(names) != num_classes:
       raise ValueError(
-        f'{class_names.FILE} beside {self.checkpoint} has {len(names)} names, and the head has '
-        f'{num_classes} classes'
+        f'{class_names.FILE} beside {self.checkpoint.path} has {len(names)} names, and the head '
+        f'has {num_classes} classes'
       )
     return names
 
@@ -119,10 +116,13 @@ class Configuration:
 
     They are their average where `with_ema` says so.
     """
-    from het_plugin.training import checkpoint_reader, optimizers
+    return self.checkpoint.read_params(self.evaluates_ema)
 
-    ema = optimizers.evaluates_ema(self.argument('model').optimizer_def)
-    return checkpoint_reader.read_params(self.checkpoint, ema)
+  @property
+  def evaluates_ema(self) -> bool:
+    """Whether the run is evaluated with the average of its parameters; not for a published file."""
+    of_run = self.checkpoint.step is not None
+    return of_run and optimizers.evaluates_ema(self.argument('model').optimizer_def)
 
   def published_params(self) -> dict[str, np.ndarray]:
     """`read_params` under the names of published files, see `weights.export_params`.
@@ -157,7 +157,7 @@ class Configuration:
       'image_size': lengths['image'],
       'image_range': [-1, 1],
       'task': self.task,
-      'checkpoint': self.checkpoint,
+      'checkpoint': self.checkpoint.path,
     }
 
   def open(self) -> Run:
@@ -166,34 +166,22 @@ class Configuration:
     Raises:
       ValueError: the parameters do not fit the model.
     """
-    from het_plugin.training import checkpoints, optimizers, warm_start
-
+    checkpoint = self.checkpoint
     model = self.argument('model')
     partitioner = self.argument('partitioner')
     dataset = self.argument('train_dataset_cfg')
     lengths = dataset.task_feature_lengths
-    is_run = self._arrays is None
-    ema = is_run and optimizers.evaluates_ema(model.optimizer_def)
-    head = 'keep' if is_run else 'init'  # a file has no head of this model
-    restore = checkpoints.RestoreCheckpointConfig(
-      self.checkpoint, mode='specific', head=head, ema=ema
-    )
-    errors = []
-    to_try = [_CHANNELS[0]]
-    while to_try:
-      channels = to_try.pop(0)
-      init = functools.partial(initial_variables, model, lengths, channels)
-      specs, target = _placement(model, partitioner, init)
-      try:
-        params = warm_start.restore_params(restore, target, self._arrays, model)
-        break
-      except ValueError as error:
-        if not errors:
-          to_try += self._other_channels(target)
-        errors.append(error)
-    else:
-      raise min(errors, key=lambda error: len(str(error)))  # with the right channels it is shortest
-    if self._arrays is not None:  # the file has no head for the model, and perhaps not all the rest
+
+    def shapes_of(channels: int) -> dict[str, tuple[int, ...]]:
+      made = jax.eval_shape(lambda: initial_variables(model, lengths, channels)['params'])
+      return {name: x.shape for name, x in traverse_util.flatten_dict(made, sep='/').items()}
+
+    channels = checkpoint.channels(shapes_of)
+    init = functools.partial(initial_variables, model, lengths, channels)
+    specs, target = _placement(model, partitioner, init)
+    flat = traverse_util.flatten_dict(target, sep='/')
+    params = checkpoint.params_to(flat, model, self.evaluates_ema)
+    if len(params) < len(flat):  # a published file has no head for the model
       fresh = partitioner.partition(lambda: init()['params'], (), specs)()
       params = traverse_util.flatten_dict(fresh, sep='/') | params
     return Run(
@@ -206,32 +194,16 @@ class Configuration:
       max_labels=lengths.get('label', 1),
       task=self.task,
       class_names=self.class_names,
-      checkpoint=self.checkpoint,
-      step=self.step,
+      checkpoint=checkpoint.path,
+      step=checkpoint.step,
       config=self,
       max_corrupt_fraction=getattr(dataset, 'max_corrupt_fraction', None),
       resize=getattr(self.argument('train_eval_dataset_cfg'), 'resize', None),
     )
 
-  def _other_channels(self, target: PyTree) -> tuple[int, ...]:
-    """Channels to try if parameters of these shapes, for the usual ones, do not fit.
-
-    First those that the shapes of a run's parameters suggest: each costs a trace of the model.
-    """
-    from het_plugin.training import checkpoint_reader
-
-    usual, *others = _CHANNELS
-    if self.step is None:
-      return tuple(others)
-    saved = checkpoint_reader.params_shapes(self.checkpoint)
-    shapes = {name: x.shape for name, x in traverse_util.flatten_dict(target, sep='/').items()}
-    pairs = [zip(saved[name], shapes[name], strict=False) for name in saved.keys() & shapes]
-    found = {usual * a // b for pair in pairs for a, b in pair if a != b and usual * a % b == 0}
-    return *sorted(found), *(c for c in others if c not in found)
-
 
 def configuration(
-  checkpoint: epath.PathLike,
+  checkpoint: epath.PathLike | Checkpoint,
   gin_files: Sequence[str] = (),
   bindings: Sequence[str] = (),
   search_paths: Sequence[str] = ('.',),
@@ -240,7 +212,7 @@ def configuration(
   """Reads the configuration of a checkpoint.
 
   Args:
-    checkpoint: see the module docstring.
+    checkpoint: a path, see the module docstring, or what `Checkpoint.find` finds there.
     gin_files: read after the run's config.gin. A published file needs those of its model, except
       for a tower of timm, transformers or open_clip.
     bindings: gin bindings that override everything else, such as
@@ -254,20 +226,17 @@ def configuration(
   typed = bindings
   with gin_state.preserved():
     registry.register_trainer()  # first, because it hides the output of TensorFlow's import
-    from het_plugin.training import checkpoint_reader, train
+    from het_plugin.training import train
 
-    step = arrays = None
-    if weights.is_weights_file(checkpoint):
+    found = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.find(checkpoint)
+    if found.config is None:
       frame = published
-      arrays = weights.read_arrays(checkpoint)
-      found = _published_bindings(checkpoint, arrays, not gin_files, frame == PUBLISHED_PAIRS)
-      bindings = [*found, *bindings]
+      own = _published_bindings(found, not gin_files, published == PUBLISHED_PAIRS)
+      bindings = [*own, *bindings]
     else:
-      checkpoint = checkpoint_reader.find(checkpoint)
-      step = checkpoint_reader.step_of(checkpoint)
-      frame = changes.config_file(checkpoint, step)
+      frame = found.config
       if not frame.exists():
-        raise ValueError(f'{checkpoint} has no configuration: {frame} does not exist')
+        raise ValueError(f'{found.path} has no configuration: {frame} does not exist')
       foreign.check(frame.read_text(), str(frame))
     parsing.parse_config([str(frame), *gin_files], bindings, search_paths)
     uses.check_typed(typed, [uses.of(gin.config_str(), called=_READ)])
@@ -278,12 +247,12 @@ def configuration(
     bound = gin.get_bindings(train.train, resolve_references=False)
     for name in _NEEDED:
       if bound.get(name) is None:
-        raise ValueError(f'train.{name} is not set in the configuration of {checkpoint}')
-    return Configuration(str(checkpoint), step, arrays)
+        raise ValueError(f'train.{name} is not set in the configuration of {found.path}')
+    return Configuration(found)
 
 
 def open_run(
-  checkpoint: epath.PathLike,
+  checkpoint: epath.PathLike | Checkpoint,
   gin_files: Sequence[str] = (),
   bindings: Sequence[str] = (),
   search_paths: Sequence[str] = ('.',),
@@ -303,10 +272,10 @@ def open_run(
   return configuration(checkpoint, gin_files, bindings, search_paths, published).open()
 
 
-def _published_bindings(
-  path: epath.PathLike, arrays: Mapping[str, np.ndarray], of_towers: bool, with_text: bool
-) -> list[str]:
+def _published_bindings(checkpoint: Checkpoint, of_towers: bool, with_text: bool) -> list[str]:
   """Bindings from a file about its model: towers, or the width of a tanh layer before the head."""
+  path = checkpoint.path
+  arrays = checkpoint.arrays or {}
   found = []
   if of_towers and weights.is_tower(arrays):
     settings = weights.read_config(path)
@@ -363,9 +332,6 @@ def initial_variables(model: Any, lengths: Mapping[str, int], channels: int) -> 
 
 def _placement(model: Any, partitioner: Any, init: Callable[[], PyTree]) -> tuple[PyTree, PyTree]:
   """PartitionSpecs, and shapes with shardings, of the parameters."""
-  from het_plugin.training import initial_state
-  from het_plugin.training import state as state_lib
-
   axes, state = initial_state.placed(
     lambda: state_lib.TrainState.create(model.optimizer_def, init()), partitioner
   )

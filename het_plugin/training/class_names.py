@@ -29,7 +29,13 @@ def read(checkpoint: epath.PathLike) -> tuple[str, ...] | None:
     ValueError: the file is damaged, or has other names than the checkpoint was trained with.
   """
   found = checkpoint_reader.find(checkpoint)
-  path = found.parent / FILE
+  description, _ = checkpoint_reader.attempt(lambda: checkpoint_reader.read_json(found))
+  return beside(found, description and description.record.get('class_names'))
+
+
+def beside(checkpoint: epath.Path, trained_with: str | None) -> tuple[str, ...] | None:
+  """`read` for a checkpoint whose record has the digest `trained_with`; None if it has none."""
+  path = checkpoint.parent / FILE
   try:
     text = path.read_text()
   except OSError:
@@ -37,12 +43,10 @@ def read(checkpoint: epath.PathLike) -> tuple[str, ...] | None:
   except UnicodeDecodeError as error:
     raise ValueError(f'{path} is damaged: {error}') from error
   names = tuple(text.removesuffix('\n').split('\n'))  # an editor may leave the last line open
-  description, _ = checkpoint_reader.attempt(lambda: checkpoint_reader.read_json(found))
-  trained_with = description and description.record.get('class_names')
   if trained_with and digest(names) != trained_with:
     raise ValueError(
-      f'{path} does not have the names, in their order, that {found.name} was trained with: put '
-      'the file of the run back'
+      f'{path} does not have the names, in their order, that {checkpoint.name} was trained with: '
+      'put the file of the run back'
     )
   return names
 

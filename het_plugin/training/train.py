@@ -259,6 +259,7 @@ def train(
         'config': '' if config is None else config.text,
         'data': used,
         'class_names': class_names.digest(names),
+        'image': [*context.input_shapes['image'][1:]] if 'image' in context.input_shapes else None,
       },
       guard=nonfinite_lib.NonFiniteGuard(
         nonfinite, model_dir, start.record.get('skipped_steps', 0)

@@ -24,17 +24,16 @@ _SHOWN = 4  # names of parameters in an error
 def restore_params(
   cfg: RestoreCheckpointConfig,
   target: PyTree,
-  arrays: Mapping[str, np.ndarray] | None = None,
   model: Any = None,
   names: Sequence[str] | None = None,
 ) -> dict[str, jax.Array]:
   """Reads parameters for a warm start; all processes call it together.
 
   The target is the model's parameters as shapes with shardings. The result is {'head/kernel':
-  array, ...} on these, without parameters that are to be initialised. `arrays` is the
-  content of a published file, if it has been read already. It must have the attention heads, and a
-  head the classes, of the `model`, if it is given. A head that is kept must have classes of these
-  `names`, if the checkpoint's run has names too.
+  array, ...} on these, without parameters that are to be initialised. A
+  published file must have the attention heads, and a head the classes, of the `model`, if it is
+  given. A head that is kept must have classes of these `names`, if the checkpoint's run has names
+  too.
   """
   flat = traverse_util.flatten_dict(target, sep='/')
   assignment_map = [*cfg.assignment_map]
@@ -45,7 +44,7 @@ def restore_params(
         f'the model: {", ".join(sorted(flat)[:_SHOWN])}, ...'
       )
   if weights.is_weights_file(cfg.path):
-    return _read_published(cfg, flat, arrays, model)
+    return _read_published(cfg, flat, model)
   if cfg.skip:
     raise ValueError(
       f'RestoreCheckpointConfig.skip={cfg.skip!r} is for a published file; {cfg.path} is a '
@@ -115,7 +114,6 @@ def _source_name(name: str, assignment_map: Sequence[tuple[str, str | None]]) ->
 def _read_published(
   cfg: RestoreCheckpointConfig,
   flat: Mapping[str, jax.ShapeDtypeStruct],
-  arrays: Mapping[str, np.ndarray] | None,
   model: Any,
 ) -> dict[str, jax.Array]:
   renames = [pair for pair in cfg.assignment_map if pair[1] is not None]
@@ -125,23 +123,39 @@ def _read_published(
         f'RestoreCheckpointConfig.{name}={value!r} is for a checkpoint; {cfg.path} is a published '
         'file, which has no average, and whose names are known: leave it out'
       )
-  setting = 'RestoreCheckpointConfig.path=' if arrays is None else ''
   try:
-    arrays = weights.read_arrays(cfg.path) if arrays is None else arrays
-    shapes = {name: x.shape for name, x in flat.items()}
-    config = weights.read_config(cfg.path)
-    num_classes = getattr(getattr(model, 'head', None), 'num_classes', None)
-    num_heads = getattr(getattr(model, 'backbone', None), 'num_heads', None)
-    read, report = weights.load_params(
-      arrays, shapes, cfg.head, cfg.skip, config, num_classes, num_heads
-    )
+    arrays = weights.read_arrays(cfg.path)
+    read = from_published(cfg.path, arrays, flat, model, cfg.head, cfg.skip)
   except ValueError as error:
-    raise ValueError(f'{setting}{cfg.path}: {error}') from error
-  report.log(cfg.path)
+    raise ValueError(f'RestoreCheckpointConfig.path={cfg.path}: {error}') from error
   if fresh := {name for name in read if _source_name(name, cfg.assignment_map) is None}:
     _log.info('From scratch: %s.', ', '.join(sorted(fresh)))
+  return {name: x for name, x in read.items() if name not in fresh}
+
+
+def from_published(
+  path: epath.PathLike,
+  arrays: Mapping[str, np.ndarray],
+  flat: Mapping[str, jax.ShapeDtypeStruct],
+  model: Any,
+  head: str,
+  skip: Sequence[str] = (),
+) -> dict[str, jax.Array]:
+  """Parameters from the arrays of a published file, with the shapes and shardings of `flat`.
+
+  `head` and `skip` are as in `weights.load_params`. The file must have the attention heads, and a
+  head the classes, of the model.
+
+  Raises:
+    ValueError: the arrays do not fit.
+  """
+  shapes = {name: x.shape for name, x in flat.items()}
+  num_classes = getattr(getattr(model, 'head', None), 'num_classes', None)
+  num_heads = getattr(getattr(model, 'backbone', None), 'num_heads', None)
+  config = weights.read_config(path)
+  read, report = weights.load_params(arrays, shapes, head, skip, config, num_classes, num_heads)
+  report.log(path)
   return {
     name: jax.make_array_from_callback(x.shape, flat[name].sharding, x.__getitem__)
     for name, x in read.items()
-    if name not in fresh
   }

@@ -8,7 +8,15 @@ from het_plugin.weights.towers import (
   read_tower,
   tower_bindings,
 )
-from het_plugin.weights.transfer import HEADS, INIT, LoadReport, export_params, load_params
+from het_plugin.weights.transfer import (
+  HEADS,
+  INIT,
+  LoadReport,
+  export_params,
+  load_params,
+  saved_sizes,
+  unstacked,
+)
 
 __all__ = [
   'HEADS',
@@ -22,6 +30,8 @@ __all__ = [
   'read_config',
   'read_text_tower',
   'read_tower',
+  'saved_sizes',
   'tower_bindings',
+  'unstacked',
   'write_arrays',
 ]

@@ -86,22 +86,7 @@ def load_params(
   if head not in HEADS:
     raise ValueError(f'head={head!r} is unknown: choose one of {", ".join(HEADS)}')
   flat = unstacked(shapes)
-  if towers.is_tower(arrays):
-    tower = towers.read_tower(arrays, config or {})
-    source = dict(tower.params)
-    unused = list(tower.skipped)
-    layout = layouts.OURS
-    if any(name.startswith(_TEXT) for name in flat):
-      source |= towers.read_text_tower(arrays, config or {}).params
-      unused = []
-  elif layouts.has_our_names(arrays):
-    source = unstacked(arrays)
-    unused = []
-    layout = layouts.OURS
-  else:
-    unused = [name for name in arrays if layouts.is_optimizer_state(name)]
-    source = layouts.canonical({name: x for name, x in arrays.items() if name not in unused})
-    layout = layouts.layout_of(flat)
+  source, unused, layout = _source(arrays, flat, config or {})
   is_padded = layouts.has_our_names(arrays) and not towers.is_tower(arrays)
   in_file = (*_PARTS, *_TEXT) if any(name.startswith(_TEXT) for name in source) else _PARTS
   prefix = layouts.head_prefix_of(source)
@@ -163,6 +148,39 @@ def load_params(
     more = f' and {len(wrong) - _SHOWN} more' if len(wrong) > _SHOWN else ''
     raise ValueError(f'the weights do not fit the model: {"; ".join(wrong[:_SHOWN])}{more}')
   return restacked(read, shapes), LoadReport(loaded, sorted(initialised), skipped + unused)
+
+
+def _source(
+  arrays: Mapping[str, np.ndarray], flat: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[dict[str, np.ndarray], list[str], str]:
+  """The arrays of a file for a model with these parameters, what is left out, and their layout."""
+  if towers.is_tower(arrays):
+    tower = towers.read_tower(arrays, config)
+    if any(name.startswith(_TEXT) for name in flat):
+      text = towers.read_text_tower(arrays, config).params
+      return {**tower.params, **text}, [], layouts.OURS
+    return dict(tower.params), list(tower.skipped), layouts.OURS
+  if layouts.has_our_names(arrays):
+    return unstacked(arrays), [], layouts.OURS
+  unused = [name for name in arrays if layouts.is_optimizer_state(name)]
+  source = layouts.canonical({name: x for name, x in arrays.items() if name not in unused})
+  return source, unused, layouts.layout_of(flat)
+
+
+def saved_sizes(
+  arrays: Mapping[str, np.ndarray],
+  shapes: Mapping[str, tuple[int, ...]],
+  config: Mapping[str, Any] | None = None,
+) -> dict[str, int]:
+  """{our name: number of elements} in a file, of the parameters of `shapes` that it has.
+
+  Arguments as in `load_params`; blocks are not stacked.
+  """
+  flat = unstacked(shapes)
+  source, _, layout = _source(arrays, flat, config or {})
+  prefix = layouts.head_prefix_of(source)
+  named = {ours: source.get(layouts.entry(ours, layout, prefix).name) for ours in flat}
+  return {ours: x.size for ours, x in named.items() if x is not None}
 
 
 def export_params(

@@ -183,7 +183,7 @@ def test_a_checkpoint_of_another_run_is_named(digits_run, tmp_path, caplog):
   other = config.replace('RANDOM_SEED = ', 'RANDOM_SEED = 7')
   for text, warned in ((config, False), (other, True)):
     (tmp_path / 'config.gin').write_text(text)
-    config_changes.config_file(epath.Path(tmp_path) / checkpoint.name, step)
+    config_changes.config_file(epath.Path(tmp_path) / checkpoint.name, step, config)
     assert ('RANDOM_SEED' in caplog.text or 'random_seed' in caplog.text) == warned
 
 

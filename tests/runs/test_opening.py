@@ -202,13 +202,11 @@ def test_a_run_of_t5x(digits_run, tmp_path):
     conversion.write_t5x(theirs, tmp_path / 'again')
 
 
-def test_any_number_of_channels_is_seen_in_the_shapes(monkeypatch):
-  def params(channels):
-    kernels = np.zeros((4, 4, channels, 16)), np.zeros((16, 7))
-    return {'backbone': {'embedding': kernels[0]}, 'head': {'kernel': kernels[1]}}
+@pytest.mark.parametrize('channels', [1, 2, 3, 5])
+def test_any_number_of_channels_is_seen_in_the_shapes(channels, monkeypatch):
+  def shapes_of(channels):
+    return {'backbone/embedding': (4, 4, channels, 16), 'head/kernel': (16, 7)}
 
-  for channels, tried in {1: (1,), 2: (2, 1), 5: (5, 1)}.items():
-    flat = traverse_util.flatten_dict(params(channels), sep='/')
-    saved = {name: x.shape for name, x in flat.items()}
-    monkeypatch.setattr(checkpoint_reader, 'params_shapes', lambda _, saved=saved: saved)
-    assert opening.Configuration('run', 1, None)._other_channels(params(3)) == tried
+  monkeypatch.setattr(checkpoint_reader, 'params_shapes', lambda _: shapes_of(channels))
+  assert runs.Checkpoint('run', 1).channels(shapes_of) == channels
+  assert runs.Checkpoint('run', 1, image=(8, 8, 4)).channels(shapes_of) == 4

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from het_plugin import weights
 from het_plugin.training import (
   checkpoint_reader,
   checkpoints,
@@ -337,18 +338,20 @@ def test_warm_start_for_other_classes_maps_names(tmp_path):
     warm(params, tmp_path, fallback_to_scratch=True, assignment_map=both)
 
 
-def test_warm_start_from_a_published_file_takes_no_setting_of_a_checkpoint():
+def test_warm_start_from_a_published_file_takes_no_setting_of_a_checkpoint(tmp_path):
   params = make_state().params
   arrays = {'head/kernel': params['head_kernel'], 'head/bias': params['head_bias']}
+  path = str(tmp_path / 'published.npz')
+  weights.write_arrays(path, jax.tree.map(np.asarray, arrays))
 
   def names(**settings):
-    cfg = checkpoints.RestoreCheckpointConfig('published.npz', **settings)
-    return {*warm_start.restore_params(cfg, abstract(arrays), jax.tree.map(np.asarray, arrays))}
+    cfg = checkpoints.RestoreCheckpointConfig(path, **settings)
+    return {*warm_start.restore_params(cfg, abstract(arrays))}
 
   assert names() == {*arrays}
   assert names(assignment_map=(('.*/bias', None),)) == {'head/kernel'}  # the bias starts afresh
   for settings, words in (
-    ({'ema': True}, r'ema=True is for a checkpoint; published\.npz is'),
+    ({'ema': True}, r'ema=True is for a checkpoint; .*published\.npz is'),
     ({'assignment_map': (('head/(.*)', r'\1'),)}, 'assignment_map=.* is for a checkpoint'),
     ({'assignment_map': (('haed/.*', None),)}, 'matches no parameter'),
   ):

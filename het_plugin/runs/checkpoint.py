@@ -1,0 +1,122 @@
+"""What is known of a checkpoint, read once where its path is met.
+
+A path is a run's directory (its newest checkpoint), one checkpoint in it
+(runs/het_xl/checkpoint_400) or a published file (.npz, .safetensors). The directory may be one of
+t5x.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from het_plugin import weights
+from het_plugin.config import changes
+from het_plugin.training import checkpoint_reader, class_names, warm_start
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_CHANNELS = (3, 1)  # the usual ones first
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Checkpoint:
+  """A checkpoint of a run, or a published file.
+
+  Attributes:
+    path: the checkpoint's directory, or the published file.
+    step: the step in the name of the directory; None for a published file.
+    config: the file with the configuration that it was trained with, which may be missing; None for
+      a published file.
+    class_names: the names of the classes that it was trained on; None where they were not kept.
+    image: [side, side, channels] of the images that it was trained on; None where the record does
+      not say.
+    arrays: the content of a published file; None for a checkpoint, whose arrays are read on demand.
+  """
+
+  path: str
+  step: int | None = None
+  config: epath.Path | None = None
+  class_names: tuple[str, ...] | None = None
+  image: tuple[int, ...] | None = None
+  arrays: Mapping[str, np.ndarray] | None = None
+
+  @classmethod
+  def find(cls, path: epath.PathLike) -> 'Checkpoint':
+    """Finds a checkpoint, and reads its record.
+
+    Raises:
+      ValueError: there is none, a published file cannot be read, or the names of the classes are
+        not those of the record.
+    """
+    if weights.is_weights_file(path):
+      return cls(str(path), arrays=weights.read_arrays(path))
+    found = checkpoint_reader.find(path)
+    step = checkpoint_reader.step_of(found)
+    description, _ = checkpoint_reader.attempt(lambda: checkpoint_reader.read_json(found))
+    record = {} if description is None else description.record
+    return cls(
+      str(found),
+      step,
+      changes.config_file(found, step, record.get('config')),
+      class_names.beside(found, record.get('class_names')),
+      record.get('image'),
+    )
+
+  def channels(self, shapes_of: Callable[[int], Shapes]) -> int:
+    """The channels of the images: those of the record, else those that the parameters tell.
+
+    `shapes_of` gives the shapes of the model's parameters by name for a number of channels.
+    """
+    if self.image:
+      return self.image[-1]
+    usual, *others = _CHANNELS
+    sizes = _sizes(weights.unstacked(shapes_of(usual)))
+    if self.arrays is None:
+      saved = _sizes(weights.unstacked(checkpoint_reader.params_shapes(self.path)))
+    else:
+      try:
+        saved = weights.saved_sizes(self.arrays, shapes_of(usual), weights.read_config(self.path))
+      except ValueError as error:
+        raise ValueError(f'{self.path}: {error}') from error
+    pairs = [(saved[name], size) for name, size in sizes.items() if name in saved]
+    others += [usual * a // b for a, b in pairs if a != b and usual * a % b == 0]
+    if all(a == b for a, b in pairs):
+      return usual
+
+    def num_wrong(channels: int) -> int:
+      found = _sizes(weights.unstacked(shapes_of(channels)))
+      return sum(saved.get(name, size) != size for name, size in found.items())
+
+    return min((usual, *sorted(set(others))), key=num_wrong)
+
+  def read_params(self, ema: bool) -> dict[str, np.ndarray]:
+    """{name: float32 array} on the host, of a checkpoint; with `ema` of the average."""
+    return checkpoint_reader.read_params(self.path, ema)
+
+  def params_to(
+    self, target: Mapping[str, jax.ShapeDtypeStruct], model: Any, ema: bool
+  ) -> dict[str, jax.Array]:
+    """The parameters with the shapes and shardings of the target; collective.
+
+    Those of a published file lack what it does not have, and the head, whose classes are others.
+
+    Raises:
+      ValueError: they do not fit the target.
+    """
+    if self.arrays is not None:
+      try:
+        return warm_start.from_published(self.path, self.arrays, target, model, weights.INIT)
+      except ValueError as error:
+        raise ValueError(f'{self.path}: {error}') from error
+    saved = checkpoint_reader.params_shapes(self.path, ema)
+    checkpoint_reader.check_match(self.path, {name: x.shape for name, x in target.items()}, saved)
+    return checkpoint_reader.read_params_to(epath.Path(self.path), target, ema)
+
+
+def _sizes(shapes: Shapes) -> dict[str, int]:
+  return {name: math.prod(shape) for name, shape in shapes.items()}
