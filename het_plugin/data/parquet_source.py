@@ -227,6 +227,10 @@ class _Files:
         self._cached_bytes -= oldest.nbytes
     return values
 
+  def blocks(self, rows: np.ndarray) -> np.ndarray:
+    """Where row groups begin in sorted rows [N], and N."""
+    return shards.block_starts(np.searchsorted(self._starts, rows, side='right'))
+
   def describe(self, row: int) -> str:
     """The file, and the number of the row in it."""
     i = int(np.searchsorted(self._file_starts, row, side='right')) - 1
@@ -293,6 +297,10 @@ class ParquetSource:
     known = self._has_label[rows].tolist()
     return [x if y else None for x, y in zip(images, known, strict=True)], self._labels[rows]
 
+  def blocks(self, split: str) -> np.ndarray:
+    """First numbers of the examples of each row group; see ExampleSource."""
+    return self._files.blocks(self._rows[split])
+
   def describe(self, split: str, example_id: int) -> str:
     return self._files.describe(int(self._rows[split][example_id]))
 
@@ -319,6 +327,10 @@ class ParquetCaptionSource:
     texts = (self._captions[row].as_py() for row in rows.tolist())
     captions = [[text] if isinstance(text, str) else [t for t in text or () if t] for text in texts]
     return self._files.images(rows), captions
+
+  def blocks(self, split: str) -> np.ndarray:
+    """First numbers of the examples of each row group; see ExampleSource."""
+    return self._files.blocks(self._rows[split])
 
   def describe(self, split: str, example_id: int) -> str:
     return self._files.describe(int(self._rows[split][example_id]))

@@ -41,6 +41,9 @@ class DatasetConfig:
     without augmentation unless augment = True.
   batch_size: examples of the GLOBAL batch.
   shuffle: whether every epoch has its own random order; otherwise the order of the records.
+  order: of a shuffled epoch: 'examples' is one permutation of all; 'blocks' reads the examples of a
+    block at about the same time, such as those of a row group of a Parquet file (order.py), and
+    depends on the size of the batch, too. None is 'blocks' for data far away, else 'examples'.
   seed: seed of order, augmentation and endless streams; in [0, 2^32).
   num_epochs: passes over the split or slice. None is endless for the split 'train' and with
     augment = True, and one pass otherwise.
@@ -63,6 +66,7 @@ class DatasetConfig:
   split: str
   batch_size: Count
   shuffle: bool = True
+  order: Literal['examples', 'blocks'] | None = None
   seed: Annotated[int, '[0, 4294967296)'] = 0
   num_epochs: Count | None = None
   augment: bool | None = None
@@ -314,6 +318,8 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
     augmentations=cfg.augmentations,
     resize=cfg.resize,
     shuffle=cfg.shuffle,
+    order=cfg.order,
+    batch_size=cfg.batch_size,
     seed=cfg.seed,
     num_epochs=cfg.num_epochs or (None if training else 1),
   )

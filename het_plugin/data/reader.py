@@ -1,8 +1,8 @@
 """Reads examples by position in the global order: shuffling, preprocessing, unreadable records.
 
 The global order is the sequence of positions 0, 1, 2, ... With N records, position p shows record
-p mod N in epoch p div N. If shuffled, a permutation keyed by (seed, epoch) is applied to p mod N.
-For a slice, N is the number of its records, and the number of its first record is added.
+p mod N in epoch p div N. If shuffled, a permutation keyed by (seed, epoch) is applied to p mod N
+(order.py). For a slice, N is the number of its records, and the number of its first is added.
 """
 
 import dataclasses
@@ -13,12 +13,11 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 from het_plugin.data import annotations as annotations_lib
-from het_plugin.data import augment, counter_random, preprocess, splits
+from het_plugin.data import augment, counter_random, order, preprocess, splits
 from het_plugin.data.sources import ExampleSource
 
 Batch = dict[str, np.ndarray]
 
-_SHUFFLE_STREAM = 1
 _PREPROCESS_STREAM = 2
 _MIX_STREAM = 3
 MAX_CORRUPT_FRACTION = 0.01  # the default, and the limit of tasks under seqio
@@ -68,7 +67,8 @@ class ExampleReader:
   epoch are padding rows.
 
   The model takes square images of side `size`. `preprocessors` apply to each image, and `mixture`
-  to pairs of images after that. Others are as in DatasetConfig; an endless split has no epochs.
+  to pairs of images after that. With `blocks`, the order is of blocks, and not of all examples.
+  Others are as in DatasetConfig; an endless split has no epochs.
   """
 
   source: ExampleSource
@@ -82,6 +82,7 @@ class ExampleReader:
   shuffle: bool
   seed: int
   num_epochs: int | None
+  blocks: order.BlockOrder | None = None
 
   @functools.cached_property
   def part(self) -> splits.SplitPart:
@@ -175,19 +176,11 @@ class ExampleReader:
     if num_records is None:
       return positions
     epochs, offsets = np.divmod(positions, num_records)
-    if not self.shuffle or num_records == 1:
+    if not self.shuffle:
       return first + offsets
-    from grain.experimental import index_shuffle  # imported by `get_dataset` before
-
-    seeds = {
-      epoch: int(counter_random.base_key(self.seed, _SHUFFLE_STREAM, epoch)[0] >> np.uint64(32))
-      for epoch in np.unique(epochs).tolist()
-    }
-    shuffled = [
-      index_shuffle(offset, max_index=num_records - 1, seed=seeds[epoch], rounds=4)
-      for epoch, offset in zip(epochs.tolist(), offsets.tolist(), strict=True)
-    ]
-    return first + np.array(shuffled, np.int64)
+    if self.blocks is not None:
+      return first + self.blocks(epochs, offsets)
+    return first + order.of_examples(self.seed, num_records, epochs, offsets)
 
   def _levels(self, images: Sequence, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Preprocessed images float32 [B, H, H, C], and whether each is readable, bool [B]."""

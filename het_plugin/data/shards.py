@@ -144,6 +144,12 @@ def train_and_validation(held_out: np.ndarray) -> dict[str, np.ndarray]:
   return {split: rows for split, rows in splits.items() if len(rows)}
 
 
+def block_starts(block: np.ndarray) -> np.ndarray:
+  """First positions of runs of equal numbers [N], and N, int64 [number of runs + 1]."""
+  changes = np.flatnonzero(np.diff(block)) + 1
+  return np.concatenate([[0], changes, [len(block)]])
+
+
 def labelled(splits: Mapping[str, np.ndarray], has_label: np.ndarray) -> dict[str, np.ndarray]:
   """The splits that have labels; test splits of a competition have none."""
   kept = {split: rows for split, rows in splits.items() if has_label[rows].any()}

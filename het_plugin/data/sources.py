@@ -88,6 +88,9 @@ class ImageTextInfo:
 class ExampleSource(Protocol):
   """Random access to the examples of a data set, by number within a split.
 
+  A source may have `blocks(split)`: the numbers of the first examples of blocks that are read
+  together, and of all, int64 [number of blocks + 1]; and `is_remote`, whether they are far away.
+
   info: the TaskInfo, or the ImageTextInfo of a source of captions.
   """
 

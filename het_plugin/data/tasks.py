@@ -10,8 +10,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from het_plugin.data import annotations, array_source, glyphs, image_folder, tfds_names
 from het_plugin.data import augment as augment_lib
+from het_plugin.data import order as order_lib
 from het_plugin.data import preprocess as pp
 from het_plugin.data import reader as reader_lib
 from het_plugin.data import splits as splits_lib
@@ -63,11 +66,14 @@ class ImageTask:
     shuffle: bool,
     seed: int,
     num_epochs: int | None,
+    order: str | None = 'examples',
+    batch_size: int = 1,
   ) -> reader_lib.ExampleReader:
     """Reads the examples of a split or slice in the global order; settings as in DatasetConfig.
 
     Raises:
-      ValueError: the split does not exist, or the task cannot make these lengths or augmentations.
+      ValueError: the split does not exist, or the task cannot make these lengths, augmentations or
+        this order.
     """
     self._check(split, lengths)
     preprocessors = self._split_preprocessors(augment, resize)
@@ -98,7 +104,24 @@ class ImageTask:
       shuffle=shuffle,
       seed=seed,
       num_epochs=num_epochs,
+      blocks=self._blocks(split, order, seed, batch_size) if shuffle else None,
     )
+
+  def _blocks(
+    self, split: str, order: str | None, seed: int, batch_size: int
+  ) -> order_lib.BlockOrder | None:
+    """The order of blocks, if that is the order: None is it for data far away."""
+    if order == 'examples' or not (order or getattr(self.examples, 'is_remote', False)):
+      return None
+    if not hasattr(self.examples, 'blocks'):
+      raise ValueError(
+        f"order is {order!r}; it must be 'examples' for {self.name}, which has no blocks: only "
+        'Parquet files, tar shards and TFRecords have.'
+      )
+    part = splits_lib.resolve(split, self.examples.info.splits)
+    starts = self.examples.blocks(part.split)
+    bounds = part.start, part.start + part.num_records
+    return order_lib.BlockOrder(seed, np.unique(starts.clip(*bounds)) - part.start, batch_size)
 
   def _split_preprocessors(self, augment: bool, resize: str | None) -> Sequence[pp.Preprocessor]:
     if resize is None:
