@@ -10,13 +10,15 @@ Reference: https://huggingface.co/docs/hub/datasets-file-names-and-splits
 import base64
 import binascii
 import collections
+import concurrent.futures
+import contextlib
 import functools
 import json
 import os
 import pathlib
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 IMAGE_NAMES = ('image', 'img', 'jpg', 'jpeg', 'png', 'webp', 'picture')
 LABEL_NAMES = ('label', 'labels', 'cls', 'class', 'category', 'target', 'y')
 CAPTION_NAMES = ('caption', 'captions', 'text', 'texts', 'txt')
+_THREADS = 16  # that read the beginnings of files
 _CACHE_BYTES = 2**28  # of decoded row groups
 _GROUP_BYTES = 2**30  # a larger row group is refused
 
@@ -45,9 +48,11 @@ class _Files:
   def __init__(self, prefix: str, argument: str, uses: Sequence[str]):
     self.name = f'{prefix}:{argument}'
     path, self.settings = shards.parse(self.name, argument, uses)
-    root, self.paths = shards.find(self.name, path, '.parquet')
-    self._stats = [shards.stat(path) for path in self.paths]
-    self._metadata = [_footer(path) for path in self.paths]
+    _, self.paths = shards.find(self.name, path, '**/*.parquet')
+    # Threads, because each file that is far away takes its time.
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+      self._stats = list(pool.map(lambda path: path.stat(), self.paths))
+      self._metadata = list(pool.map(_footer, self.paths, self._stats))
     self._schemas = [metadata.schema.to_arrow_schema() for metadata in self._metadata]
     counts = [metadata.num_rows for metadata in self._metadata]
     self._file_starts = np.cumsum([0, *counts])  # [number of files + 1]
@@ -77,7 +82,7 @@ class _Files:
       for schema in self._schemas
     ]
     self._check_groups()
-    self.splits = self._splits(root)
+    self.splits = self._splits()
     self._start_cache()
 
   def _start_cache(self) -> None:
@@ -97,11 +102,11 @@ class _Files:
   def version(self) -> str:
     """Number of rows, and a checksum of names, sizes and footers."""
     checksum = 0
-    for path, metadata, (size, _) in zip(self.paths, self._metadata, self._stats, strict=True):
-      with open(path, 'rb') as file:
+    for path, metadata, stat in zip(self.paths, self._metadata, self._stats, strict=True):
+      with path.open_blocks(stat) as file:
         file.seek(-metadata.serialized_size - 8, 2)
         checksum = zlib.crc32(file.read(), checksum)
-      checksum = zlib.crc32(os.fsencode(f'{path.name} {size}'), checksum)
+      checksum = zlib.crc32(os.fsencode(f'{_name(path)} {stat[0]}'), checksum)
     return f'{self.num_rows} rows {checksum:08x}'
 
   def column_for(
@@ -142,9 +147,9 @@ class _Files:
             'about 100 rows (row_group_size=100).'
           )
 
-  def _splits(self, root: pathlib.Path) -> dict[str, np.ndarray]:
+  def _splits(self) -> dict[str, np.ndarray]:
     """The row numbers of each split, by the names of the files; a tenth is held out of one."""
-    of_file = [shards.split_of(path, root) for path in self.paths]
+    of_file = [shards.split_of(path.relative) for path in self.paths]
     counts = [metadata.num_rows for metadata in self._metadata]
     rows = np.split(np.arange(self.num_rows), np.cumsum(counts)[:-1])
     splits: dict[str, list[np.ndarray]] = {}
@@ -153,7 +158,7 @@ class _Files:
     if list(splits) != [TRAIN_SPLIT]:
       return {split: np.concatenate(parts) for split, parts in splits.items()}
     files = zip(self.paths, counts, strict=True)
-    held_out = np.concatenate([shards.held_out_rows(path.name, count) for path, count in files])
+    held_out = np.concatenate([shards.held_out_rows(_name(path), count) for path, count in files])
     return shards.train_and_validation(held_out)
 
   def column(self, name: str) -> pa.ChunkedArray:
@@ -162,13 +167,18 @@ class _Files:
     Raises:
       ValueError: a file is damaged, or has another type of column than the others.
     """
-    parts = []
-    for i, path in enumerate(self.paths):
+
+    def read(i: int) -> pa.Array:
       try:
         with self._open(i) as file:
-          parts.append(file.read(columns=[name])[name].combine_chunks())
+          return file.read(columns=[name])[name].combine_chunks()
       except (pa.ArrowException, OSError) as error:
-        raise ValueError(f'{self.name}: {path}: column {name} cannot be read: {error}') from error
+        raise ValueError(
+          f'{self.name}: {self.paths[i]}: column {name} cannot be read: {error}'
+        ) from error
+
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+      parts = list(pool.map(read, range(len(self.paths))))
     schemas = [pa.schema([(name, part.type)]) for part in parts]
     try:
       kind = pa.unify_schemas(schemas, promote_options='permissive').field(0).type
@@ -192,9 +202,13 @@ class _Files:
       )
     return next(iter(found), None)
 
-  def _open(self, i: int) -> pq.ParquetFile:
-    shards.check_unchanged(self.paths[i], self._stats[i], shards.stat(self.paths[i]))
-    return pq.ParquetFile(self.paths[i], metadata=self._metadata[i])
+  @contextlib.contextmanager
+  def _open(self, i: int) -> Iterator[pq.ParquetFile]:
+    with (
+      self.paths[i].open_blocks(self._stats[i]) as content,
+      pq.ParquetFile(content, metadata=self._metadata[i]) as file,
+    ):
+      yield file
 
   def images(self, rows: np.ndarray) -> list[bytes | None]:
     """The encoded images of rows, int64 [B]; None where a row or its group cannot be read."""
@@ -287,6 +301,8 @@ class ParquetSource:
   @functools.cached_property
   def typical_side(self) -> float:
     rows = next(iter(self._rows.values()))
+    if self.is_remote:  # those of the first row group
+      rows = rows[: self._files.blocks(rows)[1]]
     return preprocess.typical_side(rows, self._files.images)
 
   def read(
@@ -296,6 +312,11 @@ class ParquetSource:
     images = self._files.images(rows)
     known = self._has_label[rows].tolist()
     return [x if y else None for x, y in zip(images, known, strict=True)], self._labels[rows]
+
+  @property
+  def is_remote(self) -> bool:
+    """Whether the files are far away."""
+    return self._files.paths[0].is_remote
 
   def blocks(self, split: str) -> np.ndarray:
     """First numbers of the examples of each row group; see ExampleSource."""
@@ -328,6 +349,11 @@ class ParquetCaptionSource:
     captions = [[text] if isinstance(text, str) else [t for t in text or () if t] for text in texts]
     return self._files.images(rows), captions
 
+  @property
+  def is_remote(self) -> bool:
+    """Whether the files are far away."""
+    return self._files.paths[0].is_remote
+
   def blocks(self, split: str) -> np.ndarray:
     """First numbers of the examples of each row group; see ExampleSource."""
     return self._files.blocks(self._rows[split])
@@ -336,11 +362,16 @@ class ParquetCaptionSource:
     return self._files.describe(int(self._rows[split][example_id]))
 
 
-def _footer(path: pathlib.Path) -> pq.FileMetaData:
+def _footer(path: shards.File, stat: tuple[int, int]) -> pq.FileMetaData:
   try:
-    return pq.read_metadata(path)
+    with path.open_blocks(stat) as file:
+      return pq.read_metadata(file)
   except (pa.ArrowException, OSError) as error:
     raise ValueError(f'{path} is not a whole Parquet file: {error}') from error
+
+
+def _name(path: shards.File) -> str:
+  return pathlib.PurePosixPath(path.relative).name
 
 
 def _shown(kind: pa.DataType) -> str:

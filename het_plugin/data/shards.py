@@ -1,16 +1,19 @@
 """Data sets of many files, called shards: their settings, paths and splits."""
 
+import contextlib
+import dataclasses
+import io
 import logging
 import os
 import pathlib
 import re
 import urllib.parse
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from het_plugin.data import array_source, counter_random
+from het_plugin.data import array_source, counter_random, remote
 from het_plugin.data.sources import TRAIN_SPLIT
 
 _KEYWORDS = {
@@ -20,19 +23,76 @@ _KEYWORDS = {
 }
 _SPLIT_OF = {word: split for split, words in _KEYWORDS.items() for word in words}
 _TENTH = np.uint64(2**64 // 10)
-_HUB_NAME = re.compile(r'(\w[\w.]*)-\d+-of-\d+')  # train-00000-of-00042
+# train-00000-of-00042, train.tfrecord-00000-of-00042
+_HUB_NAME = re.compile(r'(\w[\w.]*?)(?:\.tfrecord|\.array_record)?-\d+-of-\d+')
 
 
-def stat(file: pathlib.Path | int) -> tuple[int, int]:
-  """Size and time of change of a path or an open file, which tell whether it is still the same."""
+@dataclasses.dataclass(frozen=True)
+class LocalFile:
+  """A file of this machine; `remote.RemoteFile` has the same methods.
+
+  relative: its path below what the user named.
+  """
+
+  path: pathlib.Path
+  relative: str
+
+  is_remote = False
+
+  def __str__(self) -> str:
+    return str(self.path)
+
+  def stat(self) -> tuple[int, int]:
+    """Size and time of change, which tell whether it is still the same file."""
+    return _stat(self.path)
+
+  def check_unchanged(self, stat: tuple[int, int]) -> None:
+    """Raises ValueError if `stat` is another one now."""
+    if self.stat() != stat:
+      raise ValueError(f'{self} changed since the start: start again.')
+
+  @contextlib.contextmanager
+  def reader(self, stat: tuple[int, int]) -> Iterator[Callable[..., bytes]]:
+    """A function that reads parts, given offset and size.
+
+    Raises:
+      ValueError: the file changed since it had this `stat`.
+      OSError: it cannot be opened.
+    """
+    with open(self.path, 'rb') as file:
+      if _stat(file.fileno()) != stat:
+        raise ValueError(f'{self} changed since the start: start again.')
+      yield lambda offset, size, block: os.pread(file.fileno(), size, offset)
+
+  def open(self) -> io.BufferedReader:
+    """The file for reading from its start to its end."""
+    return open(self.path, 'rb')
+
+  def open_blocks(self, stat: tuple[int, int]) -> io.BufferedReader:
+    """The file for reading parts of it; ValueError as `reader`."""
+    self.check_unchanged(stat)
+    return self.open()
+
+
+File = LocalFile | remote.RemoteFile
+
+
+def _stat(file: pathlib.Path | int) -> tuple[int, int]:
   found = os.stat(file)
   return found.st_size, found.st_mtime_ns
 
 
-def check_unchanged(path: pathlib.Path, before: tuple[int, int], now: tuple[int, int]) -> None:
-  """Raises ValueError if the `stat` of a file is another one now."""
-  if now != before:
-    raise ValueError(f'{path} changed since the start: start again.')
+def text_beside(root: str, name: str) -> tuple[str, bytes | None]:
+  """The path of a file below `root`, and its content; None if there is none."""
+  if not remote.is_remote(root):
+    file = pathlib.Path(root, name)
+    return str(file), file.read_bytes() if file.is_file() else None
+  file = remote.RemoteFile(f'{root}/{name}', name, remote.store_of(root))
+  try:
+    size, _ = file.stat()
+  except ValueError:
+    return str(file), None
+  return str(file), file.fetch(0, size)
 
 
 def class_numbers(where: str, names: Sequence[str], labels: Iterable[str]) -> dict[str, int]:
@@ -66,42 +126,72 @@ def parse(name: str, argument: str, uses: Sequence[str]) -> tuple[str, dict[str,
   return path, settings
 
 
-def find(name: str, path: str, suffix: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
+def find(name: str, path: str, *patterns: str) -> tuple[str, list[File]]:
   """The folder that names are relative to, and the sorted files of a file, folder or pattern.
 
-  A pattern has `*`, which stands for any part of a name, or braces: `{a,b}` and `{000..099}`.
+  A pattern has `*`, which stands for any part of a name, or braces: `{a,b}` and `{000..099}`. In a
+  folder, the files are those that match the first of `patterns`, such as `**/*.tar`, that any does.
 
   Raises:
     ValueError: there is no such file; the message begins with `name`.
   """
-  hidden = re.compile(r'(^|/)[._]')
-  found = set()
+  ends = patterns[0].removeprefix('**/')
   roots = []
+  found: set[str] = set()
   for one in expand(path):
-    given = pathlib.Path(one)
-    root, pattern = given.parent, given.name
-    if given.is_dir():
-      root, pattern = given, f'**/*{suffix}'
-    elif '*' in one:
-      at = next(i for i, part in enumerate(given.parts) if '*' in part)
-      root = pathlib.Path(*given.parts[:at])
-      pattern = '/'.join(given.parts[at:])
-    elif not given.is_file():
+    root, some = _find_remote(one, patterns) if remote.is_remote(one) else _find(one, patterns)
+    if not some and not os.path.isdir(one) and '*' not in one:
       raise ValueError(
-        f'{name}: there is no file {one}, and no folder or pattern with files that end in {suffix}.'
+        f'{name}: there is no file {one}, and no folder or pattern with files {ends}.'
       )
     roots.append(root)
-    if given.is_file():
-      found.add(given)
-      continue
-    found |= {
-      file
+    found |= some
+  if not found:
+    raise ValueError(f'{name}: no file there is named {ends}.')
+  if not remote.is_remote(path):
+    root = os.path.commonpath(roots)
+    paths = sorted(map(pathlib.Path, found))
+    return root, [LocalFile(file, os.path.relpath(file, root)) for file in paths]
+  if len({address.partition('://')[0] for address in found}) > 1:
+    raise ValueError(f'{name}: the files must have addresses of one kind.')
+  root = os.path.commonprefix([f'{root}/' for root in roots]).rpartition('/')[0]
+  store = remote.store_of(root)
+  return root, [
+    remote.RemoteFile(address, address[len(root) + 1 :], store) for address in sorted(found)
+  ]
+
+
+def _find(path: str, patterns: Sequence[str]) -> tuple[str, set[str]]:
+  """The root, and the files of a path without braces on this machine."""
+  hidden = re.compile(r'(^|/)[._]')
+  given = pathlib.Path(path)
+  if given.is_file():
+    return str(given.parent), {str(given)}
+  root = given
+  if '*' in path:
+    at = next(i for i, part in enumerate(given.parts) if '*' in part)
+    root = pathlib.Path(*given.parts[:at])
+    patterns = ['/'.join(given.parts[at:])]
+  for pattern in patterns:
+    found = {
+      str(file)
       for file in root.glob(pattern)
       if file.is_file() and not hidden.search(file.relative_to(root).as_posix())
     }
-  if not found:
-    raise ValueError(f'{name}: no file there ends in {suffix}.')
-  return pathlib.Path(os.path.commonpath(roots)), sorted(found)
+    if found:
+      return str(root), found
+  return str(root), set()
+
+
+def _find_remote(address: str, patterns: Sequence[str]) -> tuple[str, set[str]]:
+  """The root, and the files of an address without braces."""
+  store = remote.store_of(address)
+  for pattern in patterns:
+    if found := store.find(address, pattern):
+      is_file = found == [address]
+      root = address.partition('*')[0].rpartition('/')[0] if is_file or '*' in address else address
+      return root.rstrip('/'), set(found)
+  return address.rpartition('/')[0], set()
 
 
 def expand(path: str) -> Iterator[str]:
@@ -121,11 +211,12 @@ def expand(path: str) -> Iterator[str]:
     yield from expand(f'{before}{word}{after}')
 
 
-def split_of(path: pathlib.Path, root: pathlib.Path) -> str:
+def split_of(relative: str) -> str:
   """The split that the name of a file or of its folders says; 'train' where none does."""
+  path = pathlib.PurePosixPath(relative)
   if match := _HUB_NAME.match(path.name):
     return _SPLIT_OF.get(match[1], match[1])
-  *folders, stem = path.relative_to(root).with_suffix('').parts
+  *folders, stem = path.with_suffix('').parts
   for words in ([stem, *re.split(r'[\W_]+', stem)], reversed(folders)):
     for word in words:
       if word.lower() in _SPLIT_OF:

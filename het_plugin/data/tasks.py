@@ -164,6 +164,7 @@ _TASKS: dict[str, ImageTask] = {}
 ON_ADD: list[Callable[[ImageTask], Any]] = []  # called with every added task; for seqio_task
 
 _SMALL = 64  # pixels; folders of images of at most this side are not cropped like photographs
+_OF_FILES = 'image_folder', 'parquet', 'webdataset', 'tfrecord', 'array_record'
 _PHOTO_TRAIN = pp.InceptionCrop(), pp.Flip()
 # No crop and no mirroring, so that everything in the caption stays visible and on its side.
 _CAPTIONED = (pp.Resize(),)
@@ -189,6 +190,8 @@ _parquet = functools.partial(_later, source='parquet_source.ParquetSource')
 _parquet_captions = functools.partial(_later, source='parquet_source.ParquetCaptionSource')
 _webdataset = functools.partial(_later, source='webdataset_source.WebDatasetSource')
 _webdataset_captions = functools.partial(_later, source='webdataset_source.WebDatasetCaptionSource')
+_tfrecord = functools.partial(_later, source='record_source.TfRecordSource')
+_array_record = functools.partial(_later, source='record_source.ArrayRecordSource')
 _tfds_captions = functools.partial(_tfds, source='TfdsCaptionSource')
 
 # prefix: (factory of the source, training preprocessors, evaluation preprocessors, vocabulary)
@@ -198,6 +201,8 @@ _MAKERS: dict[str, tuple[Callable[[str], ExampleSource], Sequence, Sequence, str
   'image_folder': (image_folder.ImageFolderSource, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'parquet': (_parquet, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'webdataset': (_webdataset, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
+  'tfrecord': (_tfrecord, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
+  'array_record': (_array_record, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'tfds': (_tfds, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'npz_captions': (array_source.npz_captions_source, (), (), 'bytes'),
   'image_folder_captions': (image_folder.CaptionFileSource, _CAPTIONED, _CAPTIONED, 'bytes'),
@@ -340,8 +345,9 @@ def _prefix(name: str) -> tuple[str, str]:
   raise ValueError(
     f'mixture_or_task_name is {name!r}; it must be one of {list(names())}, npz:PATH or a path that '
     'ends in .npz, features:PATH, image_folder:PATH or the path of an existing folder, '
-    'parquet:PATH, webdataset:PATTERN, tfds:NAME or the name of a TensorFlow Datasets data set; '
-    'or, with captions, npz_captions:PATH, image_folder_captions:PATH, parquet_captions:PATH, '
+    'parquet:PATH, webdataset:PATTERN, tfrecord:PATH, array_record:PATH, tfds:NAME or the name of '
+    'a TensorFlow Datasets data set; or, with captions, npz_captions:PATH, '
+    'image_folder_captions:PATH, parquet_captions:PATH, '
     'webdataset_captions:PATTERN or tfds_captions:NAME.'
   )
 
@@ -356,7 +362,7 @@ def _made(prefix: str, argument: str) -> ImageTask:
 
 def _preprocessors(prefix: str, typical_side: Callable[[], float]) -> tuple[Sequence, Sequence]:
   """The preprocessors of training and of evaluation."""
-  if prefix in ('image_folder', 'parquet', 'webdataset') and typical_side() <= _SMALL:
+  if prefix in _OF_FILES and typical_side() <= _SMALL:
     # A crop of 5% of a small image shows nothing, and 8/7 of the side cuts off its border.
     return (pp.PadCrop(), pp.Flip()), (pp.Resize(),)
   return _MAKERS[prefix][1:3]

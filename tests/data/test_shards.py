@@ -2,18 +2,24 @@
 
 import base64
 import gzip
+import http.server
 import io
 import json
 import pickle
 import tarfile
+import threading
+import time
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from array_record.python import array_record_module
 from PIL import Image
 
-from het_plugin.data import preprocess, shards, tasks
+from het_plugin import data
+from het_plugin.data import preprocess, record_source, remote, shard_index, shards, tasks
 
 NAMES = ('wren', 'robin', 'owl')
 
@@ -392,7 +398,7 @@ def _no_labels(tmp_path):
     (_other_columns, '', 'has other columns than'),
     (_soft_of_two_lengths, '', 'lists of 1 to 2 numbers; soft labels need K'),
     (_no_parquet, '', 'is not a whole Parquet file'),
-    (lambda tmp_path: f'parquet:{tmp_path}', '', r'no file there ends in \.parquet'),
+    (lambda tmp_path: f'parquet:{tmp_path}', '', r'no file there is named \*\.parquet'),
     (_twice, '', 'sub/001.png is there twice'),
     (_altered(lambda x: x[: 5 * 512 + 9]), '', 'ends within b.png: it was not copied to its end'),
     (_altered(lambda x: x[: 6 * 512]), '', 'ends after b.png, without the end of a tar'),
@@ -428,9 +434,230 @@ def test_errors_name_what_is_wrong(tmp_path, make, setting, message):
   ],
 )
 def test_splits_of_names(tmp_path, name, split):
-  assert shards.split_of(tmp_path / name, tmp_path) == split
+  assert shards.split_of(name) == split
 
 
 def test_braces_are_expanded_as_by_a_shell():
   assert list(shards.expand('a{08..10}.tar')) == ['a08.tar', 'a09.tar', 'a10.tar']
   assert list(shards.expand('{x,y}{1..2}')) == ['x1', 'x2', 'y1', 'y2']
+
+
+def message(number, content):
+  """A field of a protocol buffer: bytes, or a whole number."""
+  if isinstance(content, int):
+    return varint(number << 3) + varint(content % 2**64)
+  return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def varint(value):
+  head = b''
+  while value > 127:
+    head += bytes([value & 127 | 128])
+    value >>= 7
+  return head + bytes([value])
+
+
+def example(**features):
+  """A TF Example: fields of bytes, texts, whole numbers, or floats, which are not read."""
+  entries = b''
+  for name, values in features.items():
+    values = values if isinstance(values, list) else [values]
+    if isinstance(values[0], int):
+      feature = message(3, message(1, b''.join(varint(x % 2**64) for x in values)))
+    elif isinstance(values[0], float):
+      feature = message(2, message(1, np.array(values, '<f4').tobytes()))
+    else:
+      texts = [x.encode() if isinstance(x, str) else x for x in values]
+      feature = message(1, b''.join(message(1, x) for x in texts))
+    entries += message(1, message(1, name.encode()) + message(2, feature))
+  return message(1, entries)
+
+
+def write_tfrecord(path, examples):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  content = b''
+  for record in examples:
+    length = len(record).to_bytes(8, 'little')
+    content += length + record_source.masked_crc(length).to_bytes(4, 'little') + record + b'0000'
+  path.write_bytes(content)
+
+
+def write_array_record(path, examples):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  writer = array_record_module.ArrayRecordWriter(str(path), 'group_size:1')
+  for record in examples:
+    writer.write(record)
+  writer.close()
+
+
+def imagenet(levels):
+  for level in levels:
+    fields = {'image/encoded': encoded(level), 'image/class/label': level % 3, 'image/height': 9}
+    yield example(**fields, **{'image/class/text': NAMES[level % 3], 'image/object/bbox': 0.5})
+
+
+@pytest.mark.parametrize(
+  ('prefix', 'write'), [('tfrecord', write_tfrecord), ('array_record', write_array_record)]
+)
+def test_records_of_examples(tmp_path, prefix, write):
+  suffix = '' if prefix == 'tfrecord' else '.array_record'
+  write(tmp_path / f'a/train{suffix}-00000-of-00002', imagenet([0, 1]))
+  write(tmp_path / f'a/train{suffix}-00001-of-00002', imagenet([2, 3]))
+  write(tmp_path / f'a/validation{suffix}-00000-of-00001', [*imagenet([7]), b'no example'])
+  task = f'{prefix}:{tmp_path}/a'
+  assert tasks.get_task(task).info.splits == {'train': 4, 'validation': 2}
+  levels, labels = read(task, 'train', [3, 0, 2, 3])
+  assert levels == [3, 0, 2, 3] and labels.ravel().tolist() == [0, 0, 2, 0]
+  assert read(task, 'validation', [0, 1])[0] == [7, None]
+  by_name = f'{task}?label=image/class/text'
+  assert tasks.get_task(by_name).info.class_names == tuple(sorted(NAMES))
+  assert read(by_name, 'train', [1])[1].ravel().tolist() == [sorted(NAMES).index(NAMES[1])]
+  several = [example(image=encoded(5), labels=[2, 1]), example(image=encoded(6), labels=[0])]
+  write(tmp_path / f'b/test{suffix}-00000-of-00001', several)
+  levels, labels = read(f'{prefix}:{tmp_path}/b', 'test', [0, 1])
+  assert levels == [5, 6] and labels.tolist() == [[2, 1], [0, -1]]
+
+
+@pytest.mark.parametrize(
+  ('alter', 'message'),
+  [
+    (lambda x: x[:-1], 'ends within record 1: it was not copied to its end'),
+    (lambda x: x[:5], 'is damaged, or this is no TFRecord|ends within record 0'),
+    (lambda x: b'\xff' + x[1:], 'record 0 is damaged, or this is no TFRecord'),
+    (gzip.compress, 'record 0 is damaged, or this is no TFRecord: it is compressed'),
+  ],
+)
+def test_damaged_records(tmp_path, alter, message):
+  path = tmp_path / 'a.tfrecord'
+  write_tfrecord(path, imagenet([0, 1]))
+  path.write_bytes(alter(path.read_bytes()))
+  with pytest.raises(ValueError, match=message):
+    tasks.get_task(f'tfrecord:{path}')
+
+
+@pytest.fixture
+def server(tmp_path):
+  """The address of a folder, behind a server that is slow and fails at times; and its requests."""
+  asked = []
+
+  class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+      asked.append(self.path)
+      time.sleep(0.05)
+      path = tmp_path / 'far' / self.path[1:]
+      if len(asked) % 100 == 7 or (len(asked) % 100 == 9 and path.exists()):
+        self.send_error(503)
+      elif not path.exists():
+        self.send_error(404)
+      else:
+        content = path.read_bytes()
+        first, last = map(int, self.headers['Range'].removeprefix('bytes=').split('-'))
+        self.send_response(206)
+        self.send_header('Content-Range', f'bytes {first}-{last}/{len(content)}')
+        part = content[first : last + 1]
+        self.send_header('Content-Length', str(len(part)))
+        self.end_headers()
+        self.wfile.write(part[: len(part) // 2] if len(asked) % 100 == 11 else part)
+
+    def log_message(self, *args):
+      pass
+
+  with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as of_folder:
+    thread = threading.Thread(target=of_folder.serve_forever)
+    thread.start()
+    yield f'http://127.0.0.1:{of_folder.server_port}', asked
+    of_folder.shutdown()
+    thread.join()
+
+
+def far_away(kind, folder):
+  """Writes 60 examples in three files, and returns the end of their address."""
+  if kind == 'parquet':
+    for i in range(3):
+      levels = range(20 * i, 20 * i + 20)
+      columns = {'image': image_struct(levels), 'label': [level % 3 for level in levels]}
+      write_parquet(folder / f'train-{i}.parquet', columns, row_group_size=5)
+    return 'train-{0..2}.parquet'
+  suffix = 'tar' if kind == 'webdataset' else 'tfrecord'
+  for i in range(3):
+    levels = range(20 * i, 20 * i + 20)
+    if kind == 'webdataset':
+      write_tar(folder / f'train-{i}.tar', samples_of(levels))
+    else:
+      write_tfrecord(folder / f'train-{i}.tfrecord', imagenet(levels))
+  return f'train-{{0..2}}.{suffix}'
+
+
+@pytest.mark.parametrize('kind', ['parquet', 'webdataset', 'tfrecord'])
+def test_files_far_away_are_read_as_those_here(tmp_path, server, monkeypatch, kind):
+  monkeypatch.setattr(remote, '_FIRST_WAIT', 0.001)
+  monkeypatch.setattr(shard_index, '_BLOCK_BYTES', 2**13)
+  address, asked = server
+  pattern = far_away(kind, tmp_path / 'far')
+  here = f'{kind}:{tmp_path}/far/{pattern}'
+  there = f'{kind}:{address}/{pattern}'
+  assert tasks.get_task(there).info.splits == tasks.get_task(here).info.splits
+
+  def config(name, **settings):
+    lengths = {'image': 8, 'label': 1}
+    return data.DatasetConfig(name, lengths, 'train', 8, num_epochs=2, **settings)
+
+  def all_labels(config, rows=None, first=0):
+    iterator = data.get_dataset(config, rows)
+    iterator.set_state({'position': first})
+    return [(batch['image'], batch['label'][:, 0], batch['index']) for batch in iterator]
+
+  whole = all_labels(config(there))
+  num_far = len(asked)
+  expected = all_labels(config(here, order='blocks'))
+  for batch, other in zip(whole, expected, strict=True):
+    for x, y in zip(batch, other, strict=True):
+      np.testing.assert_array_equal(x, y)
+  halves = [all_labels(config(there), rows, 16) for rows in (np.arange(4), np.arange(4, 8))]
+  for batch, *parts in zip(whole[2:], *halves, strict=True):
+    np.testing.assert_array_equal(batch[1], np.concatenate([part[1] for part in parts]))
+  assert len(asked) == num_far  # the blocks are on the disk
+
+
+def test_a_file_that_is_not_there_and_a_server_that_is_gone(tmp_path, server, monkeypatch):
+  monkeypatch.setattr(remote, '_FIRST_WAIT', 0.001)
+  with pytest.raises(ValueError, match=r'none\.parquet cannot be read: 404'):
+    tasks.get_task(f'parquet:{server[0]}/none.parquet')
+  with pytest.raises(
+    ValueError, match='a web server lists no files: write their names with braces'
+  ):
+    tasks.get_task(f'webdataset:{server[0]}/*.tar')
+  with pytest.raises(RuntimeError, match=r'cannot be read \(7 attempts\)'):
+    tasks.get_task('webdataset:http://127.0.0.1:9/a.tar')
+
+
+def test_other_addresses_are_read_through_fsspec(tmp_path, monkeypatch):
+  files = fsspec.filesystem('memory')
+  far_away('webdataset', tmp_path)
+  files.put(str(tmp_path / 'train-0.tar'), '/bucket/train-0.tar')
+  files.put(str(tmp_path / 'train-1.tar'), '/bucket/test-0.tar')
+  files.pipe_file('/bucket/classnames.txt', '\n'.join(NAMES).encode())
+  for task in ('webdataset:memory://bucket', 'webdataset:memory://bucket/*.tar'):
+    info = tasks.get_task(task).info
+    assert info.splits == {'test': 20, 'train': 20} and info.class_names == NAMES
+    assert read(task, 'test', [19, 0])[0] == [39, 20]
+  with pytest.raises(ValueError, match='none:// needs a library'):
+    tasks.get_task('parquet:none://a/b.parquet')
+
+
+def test_the_cache_of_blocks_is_bounded(tmp_path, monkeypatch):
+  monkeypatch.setenv('HET_PLUGIN_CACHE_GIB', str(10_000 / 2**30))
+  files = fsspec.filesystem('memory')
+  files.pipe_file('/big', bytes(range(250)) * 400)
+  file = remote.RemoteFile('memory://big', 'big', remote.store_of('memory://big'))
+  stat = file.stat()
+  with file.reader(stat) as read_part:
+    for first in range(0, 100_000, 1000):
+      assert read_part(first + 3, 5, (first, 1000)) == bytes(range(250))[3:8]
+  assert sum(path.stat().st_size for path in remote.cache_folder().iterdir()) <= 10_000
+
+
+def test_blocks_are_for_sources_that_have_them():
+  lengths = {'image': 8, 'label': 1}
+  with pytest.raises(ValueError, match="order is 'blocks'; it must be 'examples' for digits"):
+    data.get_dataset(data.DatasetConfig('digits', lengths, 'train', 8, order='blocks'))
