@@ -36,7 +36,7 @@ _OF_FITS = ('head', 'C', 'C_noise', 'num_factors', 'rounds', 'folds', 'max_iter'
 def define_flags() -> None:
   command_line.define_flags()
   distributed.define_flags()
-  flags.DEFINE_string('train', None, 'Rows: F.npz, F.safetensors or X.npy,Y.npy; or F.npz:SPLIT.')
+  flags.DEFINE_string('train', None, 'Rows: F.npz[:SPLIT], F.safetensors or X.npy,Y.npy; or a run.')
   flags.DEFINE_string('checkpoint', None, 'Instead of a file: a run or a published file.')
   flags.DEFINE_string('dataset', None, 'The task to represent, or of the rows of --train.')
   flags.DEFINE_string('split', 'train', 'Split of --dataset.')
@@ -121,6 +121,9 @@ def main(argv: Sequence[str]) -> None:
       of_run = F.checkpoint, command_line.gin_settings(), F.dataset, F.output_dir
       (source,) = represent.files_of('het_plugin.audit', *of_run, [F.split], F.layer)
       _check_suggested(F.suggest, source)
+    from het_plugin.runs import sources
+
+    source = sources.rows_or_file(source, F.split)
     probs = F.write_pred_probs, F.pred_probs
     report = audit.report(source, settings, examples, F.rounds, *probs)
     report.write('het_plugin.audit', json=F.json, html=F.html)

@@ -32,7 +32,10 @@ _OF_FITS = ('protocol', 'classifier', 'draw', 'l2', 'shots', 'seeds')  # of --tr
 def define_flags() -> None:
   command_line.define_flags()
   distributed.define_flags()
-  source = 'F.npz, F.safetensors or X.npy,Y.npy; F.npz:SPLIT if it has several; repeatable.'
+  source = (
+    'F.npz, F.safetensors or X.npy,Y.npy; F.npz:SPLIT if it has several; a run, or a task; '
+    'repeatable.'
+  )
   flags.DEFINE_multi_string('train', [], f'Representations that shots are drawn from: {source}')
   flags.DEFINE_multi_string('test', [], f'Representations to measure accuracies on: {source}')
   flags.DEFINE_multi_string(

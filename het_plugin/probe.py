@@ -30,7 +30,7 @@ from het_plugin.system import distributed, flag_values, stopping
 def define_flags() -> None:
   command_line.define_flags()
   distributed.define_flags()
-  files = 'F.npz, F.safetensors or X.npy,Y.npy; F.npz:SPLIT if it has several.'
+  files = 'F.npz, F.safetensors or X.npy,Y.npy; F.npz:SPLIT if it has several; a run, or a task.'
   flags.DEFINE_string('train', None, f'Representations to fit the heads to: {files}')
   flags.DEFINE_string('test', None, f'Representations to score the heads on: {files}')
   flags.DEFINE_string('ood', None, f'Rows of another distribution, for the AUROC: {files}')
@@ -83,7 +83,7 @@ def settings() -> probe.Settings:
   )
 
 
-def tested(train: str, chosen: probe.Settings) -> reporting.Report:
+def tested(train: probe.FileOrArrays, chosen: probe.Settings) -> reporting.Report:
   """The report of --noise_test."""
   F = flags.FLAGS
   unused = 'test ood baseline C_noise tau hidden_layers validation num_samples mesh'.split()
@@ -123,10 +123,14 @@ def main(argv: Sequence[str]) -> None:
       else:
         splits = F.splits or ['train', default_split(represent.task_name(F.dataset))]
       train, *test = represent.files_of('het_plugin.probe', *of_run, splits, F.layer)
+    from het_plugin.runs import sources  # imports what --help does not need
+
+    train = sources.rows_or_file(train, 'train')
+    test = test and test[0] and sources.rows_or_file(test[0])
     if F.noise_test:
       report = tested(train, chosen)
     else:
-      report = probe.probe(train, test[0] if test else None, chosen, F.ood)
+      report = probe.probe(train, test or None, chosen, F.ood and sources.rows_or_file(F.ood))
     report.write('het_plugin.probe', json=F.json, html=F.html)
 
 

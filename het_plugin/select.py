@@ -15,7 +15,8 @@ the greedy average of the parameters. `finetune`: ranks by kNN, trains the --kee
 combination of --sweep, and selects an ensemble. `soup` and `finetune` read checkpoints.
 
 Give one source per candidate, separated by commas or with a flag each. Files are representations
-(.npz, .safetensors, F.npz:split, or X.npy,Y.npy) or predictions. Every subcommand takes --names,
+(.npz, .safetensors, F.npz:split, or X.npy,Y.npy) or predictions; a run, with :SPLIT or without, has
+both. Every subcommand takes --names,
 --json and --html. All except soup take --png. A flag that a subcommand does not read is refused.
 """
 

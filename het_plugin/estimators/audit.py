@@ -304,17 +304,17 @@ def _write_table(path: str, listed: Listed) -> None:
 
 
 def report(
-  source: str,
+  source: probe.FileOrArrays,
   settings: probe.Settings,
   examples: 'Examples | None' = None,
   rounds: int = ROUNDS,
   probs_to: str | None = None,
   probs_from: str | None = None,
 ) -> reporting.Report:
-  """The audit of a file of rows (`rows.read`). Of votes the consensus is audited.
+  """The audit of a file of rows (`rows.read`), or of rows. Of votes the consensus is audited.
 
   Args:
-    source: the file.
+    source: the file, or the rows.
     settings, rounds: as in `audit`.
     probs_to: where p [N, K] is written, as `pred_probs` of `audit`.
     probs_from: a file of such p, which no head is fitted for (`read_probs`).

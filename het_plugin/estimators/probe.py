@@ -130,7 +130,7 @@ class Outcome:
   price: float
 
 
-FileOrArrays = str | tuple[np.ndarray, np.ndarray]
+FileOrArrays = str | tuple[np.ndarray, np.ndarray] | Rows
 
 
 def probe(
@@ -150,7 +150,7 @@ def probe(
 
   Args:
     train: a file (`rows.read`), or features [N, D], which may be a memory map, and class ids [N];
-      or without `test` a folder of `represent`, whose files train and test are taken.
+      or `Rows`; or without `test` a folder of `represent`, whose files train and test are taken.
     test: a file or arrays for the test rows; None uses folds of `train`.
     settings: settings of the comparison.
     ood: rows of another distribution, whose confidence is compared with that of the test rows.
@@ -248,6 +248,8 @@ def files_of(folder: Path) -> tuple[str, str | None]:
 
 def read(source: FileOrArrays, name: str) -> tuple[Rows, str]:
   """Rows with features, and their name."""
+  if isinstance(source, Rows):
+    return source, source.provenance.get('source', name)
   if isinstance(source, str):
     return read_rows(source, mapped=True), source
   x = np.asanyarray(source[0])

@@ -10,6 +10,7 @@ from het_plugin import rows as rows_lib
 from het_plugin.evaluation.names import choose_names
 from het_plugin.measures import votes
 from het_plugin.rows import Rows
+from het_plugin.runs.sources import open_source
 
 
 def split_sources(text: str) -> list[str]:
@@ -64,10 +65,10 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
       have different classes or numbers of features or come from different checkpoints or layers.
   """
   meanings = {}
-  for sources in (train, test):
+  for split, sources in (('train', train), (None, test)):
     first = None
     for source in sources:
-      read = rows_lib.read(source).ordered()
+      read = open_source(source).rows(split).ordered()
       first = first or (read.index, read.labels)
       _check_same(sources[0], source, first, (read.index, read.labels))
       meanings[source] = read.meaning
@@ -75,20 +76,20 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
     rows_lib.check_pair(pair, [meanings[source] for source in pair])
 
 
-def read_softmax_predictions(source: str) -> Rows:
+def read_softmax_predictions(source: str, split: str | None = None) -> Rows:
   """Reads predictions ascending by example id; of several labels the most frequent one is kept."""
-  read = rows_lib.read(source, 'log_prob')
+  read = open_source(source).rows(split, ('log_prob',))
   if read.link != 'softmax':
     raise ValueError(f"{source} has link = '{read.link}'; an ensemble needs softmax predictions")
   label = votes.majority(read.labels, read.label_weight)
   return dataclasses.replace(read, labels=label[:, None], label_weight=None).ordered()
 
 
-def same_predictions(sources: Sequence[str]) -> Iterator[Rows]:
+def same_predictions(sources: Sequence[str], split: str | None = None) -> Iterator[Rows]:
   """`read_softmax_predictions` of one file after another, all for the same examples and classes."""
   first = None
   for source in sources:
-    read = read_softmax_predictions(source)
+    read = read_softmax_predictions(source, split)
     first = first or (read.index, read.label, read.log_prob.shape[1])
     _check_same(sources[0], source, first, (read.index, read.label))
     if (classes := read.log_prob.shape[1]) != first[2]:

@@ -14,6 +14,7 @@ from het_plugin import rows as rows_lib
 from het_plugin.evaluation.names import check_names, choose_names, named_task, naming
 from het_plugin.measures import comparison, fewshot
 from het_plugin.runs.run import Run, default_split
+from het_plugin.runs.sources import open_source
 
 # {run: {data set: {shots: result}}}
 Results = Mapping[str, Mapping[str, Mapping[int, fewshot.FewShotResult]]]
@@ -84,14 +85,14 @@ def from_files(
 
   Args:
     names: RUN or RUN:DATASET of each pair; None takes the parts in which the paths differ.
-    train, test: files (`rows.read`).
+    train, test: what `open_source` opens: files, runs, tasks.
     **settings: protocol, shots and seeds of `fewshot.few_shot_all`; shots of 'all' take every
       example.
   """
   runs = {}
   chosen = choose_names(names, train, distinct=False)
   for name, *pair in zip(chosen, train, test, strict=True):
-    halves = [rows_lib.read(source) for source in pair]
+    halves = [open_source(pair[0]).rows('train'), open_source(pair[1]).rows()]
     rows_lib.check_pair(pair, [rows.meaning for rows in halves])
     run, colon, dataset = name.partition(':') if names else (name, '', '')
     dataset = dataset if colon else halves[0].provenance.get('dataset', 'saved')
@@ -176,7 +177,7 @@ def read(
   halves = []
   for split, bound in dataset.splits:
     settings = {'max_examples': bound, **_settings(dataset, batch_size)}
-    rows = rows_lib.of(run, split, (column,), **settings)
+    rows = run.rows(split, (column,), **settings)
     with naming(f'{dataset.task}, split {split}'):
       halves.append(fewshot.Split(rows[column], rows.consensus, rows.index))
   return tuple(halves)

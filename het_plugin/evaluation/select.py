@@ -1,4 +1,4 @@
-"""Comparisons of `het_plugin.select`, from files of the candidates' representations or predictions.
+"""Comparisons of `het_plugin.select`, from the candidates' representations or predictions.
 
 Each function takes one source per candidate (`candidates.py`), reads all of them before it computes
 anything, and returns a report with the best candidate first. Errors name the program's flags.
@@ -23,6 +23,7 @@ from het_plugin.measures import fewshot, greedy_ensemble, votes
 from het_plugin.measures import knn as neighbors
 from het_plugin.measures import rankme as effective_rank
 from het_plugin.measures.ranking import best_first, rank_agreement
+from het_plugin.runs.sources import open_source
 
 _RANKME = (
   'and RankMe, the effective rank of the representations (Garrido et al. 2023, eq. 1), from 1 to '
@@ -152,10 +153,10 @@ def ensemble(
   # The test files are also read now, so that a wrong one is found before anything is computed.
   labels = []
   meanings = []
-  for read in same_predictions(validation):
+  for read in same_predictions(validation, 'validation'):
     labels.append(read.label_log_prob)
     meanings.append(read.meaning)
-  for i, of_test in enumerate(same_predictions(test)):
+  for i, of_test in enumerate(same_predictions(test, 'test')):
     rows_lib.check_pair((validation[i], test[i]), (meanings[i], of_test.meaning))
 
   members, path = greedy_ensemble.greedy_ensemble(
@@ -174,7 +175,7 @@ def ensemble(
   ]
   splits = {'validation': validation} | ({'test': test} if test else {})
   for split, sources in splits.items():
-    scores = _mixture_scores(sources, np.stack(list(ensembles.values())))
+    scores = _mixture_scores(sources, split, np.stack(list(ensembles.values())))
     for row, (nll, accuracy) in zip(rows, scores, strict=True):
       row |= {f'{split}_nll': nll, f'{split}_accuracy': accuracy}
   chosen = sorted(set(members), key=lambda i: -shares[i])
@@ -227,7 +228,8 @@ def _measured(
   name: str, sources: Sequence[str], ks: Sequence[int], metric: str, max_examples: int
 ) -> dict[str, Any]:
   """The row of a candidate in the JSON, from (train, test), or leaving one out from (train,)."""
-  splits = [rows_lib.read(source) for source in sources]
+  opened = map(open_source, sources)
+  splits = [source.rows(split) for source, split in zip(opened, ('train', None), strict=False)]
   arrays = []
   for source, split in zip(sources, splits, strict=True):
     with naming(source):
@@ -256,8 +258,8 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
 
 def _few_shot(train: str, test: str, **settings) -> dict[int, fewshot.FewShotResult]:
   """{shots: result} of a candidate."""
-  fit = rows_lib.read(train)
-  new = rows_lib.read(test)
+  fit = open_source(train).rows('train')
+  new = open_source(test).rows()
   with naming(train):
     y = fit.consensus
   with naming(test):
@@ -265,11 +267,13 @@ def _few_shot(train: str, test: str, **settings) -> dict[int, fewshot.FewShotRes
   return fewshot.few_shot(fit.features, y, new.features, new_y, train_index=fit.index, **settings)
 
 
-def _mixture_scores(sources: Sequence[str], weights: np.ndarray) -> list[tuple[float, float]]:
+def _mixture_scores(
+  sources: Sequence[str], split: str, weights: np.ndarray
+) -> list[tuple[float, float]]:
   """(NLL, accuracy) of mixtures of the candidates with weights [E, C]."""
-  label = read_softmax_predictions(sources[0]).label
+  label = read_softmax_predictions(sources[0], split).label
   log_probs = greedy_ensemble.mixture_log_prob(
-    (read_softmax_predictions(source).log_prob for source in sources), weights
+    (read_softmax_predictions(source, split).log_prob for source in sources), weights
   )
   scores = []
   for log_prob in log_probs:  # [N, K]

@@ -1,6 +1,6 @@
 """Rows: named columns of the examples of a split, read from a file or computed by a run."""
 
-from het_plugin.rows.files import of, read, read_provenance, write
+from het_plugin.rows.files import read, read_provenance, write
 from het_plugin.rows.labels import label_rows
 from het_plugin.rows.rows import (
   Rows,
@@ -19,7 +19,6 @@ __all__ = [
   'concatenate',
   'label_rows',
   'layer_of',
-  'of',
   'of_batch',
   'ordered',
   'read',

@@ -21,7 +21,7 @@ Features in a .npy file have their labels in a second file.
 import contextlib
 import difflib
 import json
-import os
+import re
 import zipfile
 import zlib
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
@@ -56,21 +56,21 @@ _SUM_TOLERANCE = 1e-3
 _HALF_SUM_TOLERANCE = 1e-2  # half precision rounds a log-probability of -10 by 4e-3
 
 
-def of(
-  source: Any, split: str | None = None, columns: Sequence[str] = ('features',), **settings: Any
-) -> Rows:
-  """The rows of a split, ascending by example id: read from a file, or computed by a run.
-
-  Args:
-    source: a file (`read`), or a `runs.Run`; every process calls this with it.
-    split: a split, or a slice of one, of a run; for a file a name in its array 'split', or None.
-    columns: of a run see `Run.rows`; of a file the first one is what it must have.
-    **settings: others of `Run.rows`; of a file only max_examples.
-  """
-  if not isinstance(source, str | os.PathLike):
-    return source.rows(split, columns, **settings)
-  name = str(source) if split is None else f'{source}:{split}'
-  return read(name, columns[0]).ordered().chosen(settings.pop('max_examples', None))
+def is_file(source: str) -> bool:
+  """Whether `read` is to read a source: a file that has rows, or one that is missing or damaged."""
+  path, _ = partition_source(source)
+  if not path.endswith(SUFFIXES) or re.match(r'\w+:(?!//)', path):  # as npz:PATH, a task
+    return False
+  names: Collection[str] = ()
+  with contextlib.suppress(Exception):  # reading it says why
+    if path.endswith('.npz'):
+      with np.load(path, allow_pickle=False) as arrays:
+        names = arrays.files
+    elif path.endswith('.safetensors'):
+      with safetensors.safe_open(path, framework='numpy') as file:
+        names = tuple(file.keys())
+  known = {*FEATURE_NAMES, *LABEL_NAMES, *VALUE_NAMES}
+  return bool(known.intersection(names)) or not any(re.search('[./]', name) for name in names)
 
 
 def read(source: str, column: str = 'features', *, mapped: bool = False) -> Rows:

@@ -29,7 +29,7 @@ BELOW = {
   'training': {'data', 'system', 'weights'},
   'operations': {'reporting', 'system', 'training'},
   'config': {'data', 'system', 'training'},
-  'runs': {'config', 'data', 'operations', 'rows', 'system', 'training', 'weights'},
+  'runs': {'config', 'data', 'operations', 'reporting', 'rows', 'system', 'training', 'weights'},
   'evaluation': {
     'config',
     'data',

@@ -57,7 +57,7 @@ def test_files_round_trip(tmp_path, written, suffix):
   rows.write(path, written)
   assert_same(read_predictions(str(path)), written)
   assert [x.name for x in path.parent.iterdir()] == [path.name]
-  assert_same(rows.of(path, columns=('log_prob',), max_examples=9), written.ordered())
+  assert_same(rows.read(str(path), 'log_prob').ordered().chosen(9), written.ordered())
 
 
 def test_a_choice_of_examples_is_that_of_a_run(tmp_path):
@@ -65,7 +65,7 @@ def test_a_choice_of_examples_is_that_of_a_run(tmp_path):
   labels = np.sort(index % 10)[:, None].astype(np.int32)
   whole = Rows({'log_prob': np.full((359, 10), -np.log(10))}, labels, index)
   rows.write(tmp_path / 'p.npz', whole)
-  few = rows.of(tmp_path / 'p.npz', columns=('log_prob',), max_examples=20)
+  few = rows.read(f'{tmp_path}/p.npz', 'log_prob').ordered().chosen(20)
   bounded = {'batch_size': 20, 'bounded': True, 'image_size': 8, 'max_labels': 1}
   batch = next(data.get_dataset(data.one_pass('digits', 'test', **bounded)))
   assert few.index.tolist() == sorted(batch['index'])

@@ -1,0 +1,168 @@
+"""What a user names with one text, as rows.
+
+    open_source('train.npz').rows()
+    open_source('runs/det').rows('train')
+    open_source('runs/det:test[:100]').rows(columns=('log_prob',))
+    open_source('digits').rows('train')
+
+A text is one of these, and :SPLIT may follow it:
+
+    a file of rows         .npz, .safetensors, or FEATURES.npy,LABELS.npy
+    a run, a checkpoint    a folder, also one of t5x; the rows are of the task that it trained on
+    a task                 its images, as a baseline: their pixels are the features
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from het_plugin import data, reporting
+from het_plugin import rows as rows_lib
+from het_plugin.data import tasks
+from het_plugin.rows import Rows, files
+from het_plugin.runs.opening import GinSettings, configuration
+from het_plugin.runs.run import default_split
+from het_plugin.training import checkpoint_reader
+
+NO_GIN: GinSettings = ((), (), ('.',))
+MAX_SIDE = 32  # pixels of the images of a task
+_SPLIT = re.compile(r'(?P<path>.+):(?P<split>\w+(\[.*\])?)')
+_BATCH_SIZE = 256
+
+
+class Source(Protocol):
+  """Rows that one text names."""
+
+  def rows(self, split: str | None = None, columns: Sequence[str] = ('features',)) -> Rows:
+    """The rows of a split, of a model ascending by example id; every process calls it.
+
+    Args:
+      split: which split, where the text names none; None for the whole file, and for the split of a
+        run or of a task that is evaluated on.
+      columns: see `Run.rows`; of a file the first one is what it must have.
+
+    Raises:
+      ValueError: the source has no such split or column, or cannot be read.
+    """
+
+
+def open_source(text: str, gin_settings: GinSettings = NO_GIN) -> Source:
+  """Decides what a text names; reads no rows yet.
+
+  `gin_settings` are of a run: files, bindings and search paths.
+
+  Raises:
+    ValueError: it names nothing, or a published file, which says no task.
+  """
+  if files.is_file(text):
+    return _File(text)
+  path, split = text, None
+  if not os.path.exists(text) and (found := _SPLIT.fullmatch(text)):
+    path, split = found['path'], found['split']
+  if path.endswith(files.SUFFIXES) and os.path.exists(path):
+    raise ValueError(
+      f'{path} is a published file, which has no rows and names no task: give --checkpoint={path} '
+      'and --dataset=TASK'
+    )
+  if os.path.isdir(path) and _holds_checkpoint(path):
+    gin_files, bindings, search_paths = map(tuple, gin_settings)
+    return _OfRun(path, split, (gin_files, bindings, search_paths))
+  # A task such as tfds:NAME has a colon itself.
+  for name, part in ((text, None), (path, split)):
+    with contextlib.suppress(ValueError):
+      tasks.get_task(name)
+      return _OfTask(text, name, part)
+  raise ValueError(
+    f'{text} is neither a file of rows ({", ".join(files.SUFFIXES)}), nor the folder of a run or a '
+    'checkpoint, nor a task'
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+  text: str
+
+  def rows(self, split: str | None = None, columns: Sequence[str] = ('features',)) -> Rows:
+    del split  # the text has it
+    return files.read(self.text, columns[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfRun:
+  path: str
+  split: str | None
+  gin_settings: GinSettings
+
+  def rows(self, split: str | None = None, columns: Sequence[str] = ('features',)) -> Rows:
+    return _computed(self.path, self.gin_settings, self.split or split, tuple(columns))
+
+
+@functools.lru_cache(maxsize=32)  # a comparison first checks all candidates
+def _computed(
+  path: str, gin_settings: GinSettings, split: str | None, columns: tuple[str, ...]
+) -> Rows:
+  run = configuration(path, *gin_settings).open()
+  task = str(run.task)  # a run has one, unlike a published file
+  split = split or default_split(task)
+  found = run.rows(split, columns, batch_size=_BATCH_SIZE)
+  about = {'checkpoint': run.checkpoint, 'layer': 'pre_logits', 'source': f'{path}:{split}'}
+  return _described(found, task, split, about)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfTask:
+  text: str
+  task: str
+  split: str | None
+
+  def rows(self, split: str | None = None, columns: Sequence[str] = ('features',)) -> Rows:
+    if tuple(columns) != ('features',):
+      raise ValueError(
+        f'{self.text} is a task, whose images have no {columns[0]}: give a run or a file of rows'
+      )
+    split = self.split or split or default_split(self.task)
+    info = data.classification_info(self.task)
+    whole = split.partition('[')[0]
+    examples = tasks.get_task(self.task).examples
+    (first, *_), _ = examples.read(whole, np.zeros(1, np.int64), MAX_SIDE, 0)
+    side = min(MAX_SIDE, first.shape[0]) if isinstance(first, np.ndarray) else MAX_SIDE
+    settings = {'image_size': side, 'max_labels': info.max_labels, 'batch_size': _BATCH_SIZE}
+    config = data.one_pass(self.task, split, bounded=False, **settings)
+    parts = []
+    with contextlib.closing(data.get_dataset(config)) as batches:
+      if batches.num_examples is None:
+        raise ValueError(f'split {split!r} of {self.task!r} is endless: name another')
+      with reporting.Progress(self.text, batches.num_examples) as progress:
+        for batch in batches:
+          real = batch.get('mask', np.ones(len(batch['index']))) > 0
+          columns_of = {name: np.asarray(x)[real] for name, x in batch.items() if name != 'mask'}
+          image = columns_of.pop('image')
+          columns_of['features'] = image.reshape(len(image), -1)
+          parts.append(rows_lib.of_batch(columns_of))
+          progress.update(len(image))
+    about = {'source': f'{self.task}:{split}'}
+    return _described(rows_lib.ordered(parts), self.task, split, about)
+
+
+def _described(rows: Rows, task: str, split: str, about: Mapping[str, Any]) -> Rows:
+  """Rows with class names and their origin, as files of them have it."""
+  names = data.classification_info(task).class_names
+  about = {'dataset': task, 'split': split, **about}
+  return dataclasses.replace(rows, class_names=names, provenance=about)
+
+
+def rows_or_file(text: str, split: str | None = None) -> str | Rows:
+  """The text of a file of rows or of a folder of `represent`, which stay on disk; else its rows."""
+  if files.is_file(text) or (os.path.isdir(text) and not _holds_checkpoint(text)):
+    return text
+  return open_source(text).rows(split)
+
+
+def _holds_checkpoint(path: str) -> bool:
+  return os.path.isdir(f'{path}/state') or bool(checkpoint_reader.steps(path))

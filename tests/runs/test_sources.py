@@ -1,0 +1,53 @@
+"""One text names rows: a file, a run, or a task."""
+
+import json
+
+import numpy as np
+import pytest
+
+from het_plugin import fewshot, probe, rows, runs, weights
+from het_plugin.runs.sources import open_source
+
+
+def test_a_run_and_a_file_of_its_rows_are_the_same_source(digits_run, tmp_path, run_main):
+  folder = str(digits_run[0])
+  found = open_source(f'{folder}:train[:64]').rows()
+  file = tmp_path / 'train.npz'
+  rows.write(file, found)
+  read = open_source(str(file)).rows()
+  np.testing.assert_array_equal(read.features, found.features)
+  assert (read.meaning, len(read)) == (found.meaning, 64)
+  run = runs.open_run(folder)
+  np.testing.assert_array_equal(run.rows('train[:64]').features, found.features)
+  log_prob = open_source(folder).rows('test[:8]', ('log_prob',)).log_prob
+  assert log_prob.shape == (8, 10)
+  results = []
+  for source in (file, f'{folder}:train[:64]'):
+    target = tmp_path / 'probe.json'
+    run_main(probe, f'--train={source}', '--heads=det', '--folds=2', '--C=0.1', f'--json={target}')
+    (row,) = json.loads(target.read_text())
+    results.append({name: x for name, x in row.items() if name != 'seconds'})
+  assert results[0] == results[1]
+
+
+def test_a_task_is_a_source_of_pixels(run_main):
+  found = open_source('digits').rows('train[:20]')
+  assert found.features.shape == (20, 64) and np.abs(found.features).max() <= 1
+  assert len(open_source('digits:test[:5]').rows()) == 5
+  with pytest.raises(ValueError, match='digits is a task, whose images have no log_prob'):
+    open_source('digits').rows('test', ('log_prob',))
+  shots = ['--shots=1', '--seeds=0']
+  assert 'digits' in run_main(fewshot, '--train=digits', '--test=digits', *shots)
+
+
+def test_what_is_no_source(tmp_path):
+  path = str(tmp_path / 'vit.npz')
+  weights.write_arrays(path, {'head/kernel': np.ones((2, 3), np.float32)})
+  for text, words in {
+    path: 'is a published file, which has no rows',
+    f'{tmp_path}/absent.npz': 'absent.npz does not exist',
+    str(tmp_path): 'neither a file of rows',
+    'digts': 'neither a file of rows',
+  }.items():
+    with pytest.raises(ValueError, match=words):
+      open_source(text).rows()
