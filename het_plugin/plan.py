@@ -7,7 +7,8 @@ Takes the gin files and flags of training. The real train and eval steps are com
 with libtpu, which needs no TPU (`pip install 'het_plugin[plan]'`), or for virtual CPU devices
 (--topology=cpu:8). Prints the parameters by sharding, the memory that a device needs and has,
 FLOPs, collectives, and an estimate of the time per step from the chip's peak rates. --search finds
-the largest batch or number of samples whose train step fits. --grid compiles heads by batch sizes
+the largest batch or number of samples whose train step fits, or the
+mesh and the microbatches of the batch. --grid compiles heads by batch sizes
 by samples, as in figures 2 and 5 of the paper. Only gin files are read. Each compilation has its
 own process.
 
@@ -45,8 +46,9 @@ def define_flags() -> None:
   flags.DEFINE_enum(
     'search',
     None,
-    ['batch', 'samples'],
-    'Also finds the largest batch, or S, whose train step fits.',
+    ['batch', 'samples', 'layout'],
+    'Also finds the largest batch, or S, whose train step fits; or the mesh and the microbatches '
+    'with which the batch fits.',
   )
   flags.DEFINE_bool('grid', False, 'Compiles a grid of heads, batches and samples.')
   flags.DEFINE_list('heads', list(search.HEADS), 'Heads in the grid.')

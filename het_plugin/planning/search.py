@@ -1,6 +1,9 @@
-"""The largest batch or number of samples that fits, and grids of heads, batches and samples."""
+"""The largest batch or number of samples that fits, the mesh and microbatches with which a batch
+fits, and grids of heads, batches and samples.
+"""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,11 +15,19 @@ from het_plugin.planning.worker import Request, compile_in_process
 HEADS = ('det', 'het', 'het_h', 'het_xl')
 _SEARCHED = {'batch': 'batch_size', 'samples': 'num_samples'}
 _LARGEST = {'batch': 2**20, 'samples': 2**16}  # the end of a search
+_MODEL_SHARDS = (1, 2, 4, 8)  # of a search: larger ones cost the backbone more than they save
 TERA = 1e12
 
 
 def search(what: str, request: Request, first: dict[str, Any]) -> dict[str, Any]:
-  """Prints a line per compilation; returns {'what', 'largest'} of `largest_that_fits`."""
+  """Prints a line per compilation; returns {'what', 'largest'} of `largest_that_fits`, or {'what',
+  'bindings'} of a `layout`, None if none fits.
+  """
+  if what == 'layout':
+    found = layout(request, first)
+    bindings = found and found.bindings
+    print('\n'.join(f'--gin.{x}' for x in bindings) if bindings else 'The batch fits with none.')
+    return {'what': what, 'bindings': bindings}
 
   def compile_value(value: int) -> dict[str, Any]:
     batch, num_samples = (value, None) if what == 'batch' else (None, value)
@@ -64,6 +75,74 @@ def largest_that_fits(
     else:
       smallest_failing = middle
   return largest or None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """How a batch is split.
+
+  Attributes:
+    mesh: (data, model) or (replica, data, model) devices.
+    num_microbatches: of a step.
+    plan: of the train step.
+  """
+
+  mesh: tuple[int, ...]
+  num_microbatches: int
+  plan: dict[str, Any]
+
+  @property
+  def bindings(self) -> list[str]:
+    """The bindings of gin that make a run use it."""
+    *replicas, _, model = self.mesh
+    return [
+      f'BATCH_SIZE = {self.plan["batch_size"]}',
+      f'PjitPartitioner.num_partitions = {model}',
+      'PjitPartitioner.model_parallel_submesh = None',
+      f'PjitPartitioner.num_replicas = {replicas[0] if replicas else 1}',
+      f'Trainer.num_microbatches = {self.num_microbatches}',
+    ]
+
+
+def layout(request: Request, first: dict[str, Any]) -> Layout | None:
+  """The mesh and the microbatches with which the train step of a run fits at its own batch.
+
+  The fewest microbatches with which any mesh fits, and of those meshes the one with the shortest
+  estimate of a step. Prints a line per compilation.
+
+  Args:
+    request: the run.
+    first: its plan as it is configured, which fits or not.
+
+  Returns:
+    None if no model axis of at most 8 fits, even with one example per device in a microbatch.
+  """
+  batch = first['batch_size']
+  slices = request.num_slices
+  devices = first['num_devices'] // slices
+  print(f'\nLooking for the mesh and the microbatches of batch {batch}:', flush=True)
+  for num_microbatches in (2**i for i in range(batch.bit_length())):
+    fitting = []
+    for model in _MODEL_SHARDS:
+      if devices % model or batch % (slices * devices // model * num_microbatches):
+        continue
+      mesh = (*([slices] if slices > 1 else []), devices // model, model)
+      try:
+        plan = compile_in_process(request.for_layout(mesh, num_microbatches))
+      except ValueError as error:  # such as microbatches of a loss that needs the whole batch
+        print(f'mesh {mesh}, {num_microbatches} microbatches: {error}', flush=True)
+        continue
+      print(f'mesh {mesh}, {num_microbatches} microbatches: {report.line(plan)}', flush=True)
+      if plan['fits']:
+        fitting.append(Layout(mesh, num_microbatches, plan))
+    if fitting:
+      return min(fitting, key=_seconds)  # the first where nothing is known of their time
+  return None
+
+
+def _seconds(found: Layout) -> float:
+  seconds = found.plan['train']['seconds']
+  return seconds['with_overlap'] if seconds else math.inf
 
 
 def grid(

@@ -230,6 +230,16 @@ def _sides(shape: str) -> list[int]:
   return [int(side) for side in shape.split('x')]
 
 
+def xpk_type(generation: str, shape: str) -> str:
+  """What xpk calls a slice, as in its core/system_characteristics.py; v5p counts cores."""
+  chips = num_chips(shape)
+  by_number = {'v4': 2 * chips, 'v5p': 2 * chips, 'v5litepod': chips, 'v6e': chips}
+  name = 'v5litepod' if generation == 'v5e' else generation
+  if generation == 'v3':
+    raise ValueError('--topology=v3: xpk has slices of v4, v5e, v5p, v6e and tpu7x')
+  return f'{name}-{by_number.get(name, shape)}'
+
+
 def hosts(name: str, num_slices: int = 1, chips_per_host: int | None = None) -> Hosts:
   """The hosts of a slice on GKE.
 

@@ -30,7 +30,11 @@ _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 _USED = re.compile(r'[Uu]sed ([\d.]+)([KMGT])?i?B? of [\d.]+[KMGT]')
 _TEMPORARIES = re.compile(r'HLO temporaries \(([\d.]+)([KMGT])\)')
 _WITHOUT_NOISE = ('Det', 'ContrastiveDet')  # heads
-_ASKED = {'batch_size': 'BATCH_SIZE', 'num_samples': 'train/Integrator.num_samples'}
+_ASKED = {
+  'batch_size': 'BATCH_SIZE',
+  'num_samples': 'train/Integrator.num_samples',
+  'num_microbatches': 'Trainer.num_microbatches',
+}
 _DEFAULTS = 'het_plugin/gin/planning/defaults.gin'
 # gin copies the values of bindings, which devices do not allow, but not the values of references.
 _DEVICES: list[jax.Device] = []
@@ -110,6 +114,7 @@ def plan(request: Request, progress: Progress | None = None) -> dict[str, Any]:
     'batch_size': train_cfg.batch_size,
     'batch_unit': math.lcm(partitioner.data_shards, group_size) * (trainer.num_microbatches or 1),
     'num_samples': num_samples,
+    'num_microbatches': trainer.num_microbatches or 1,
     'head': type(model.head).__name__ if hasattr(model, 'head') else None,
     'hbm_bytes_per_device': place.hbm_bytes,
     'parameters': _parameter_groups(state.params, axes.params),

@@ -26,7 +26,7 @@ class Request:
 
   `topology` is as in `topology.parse`, and `mesh` has (data, model) or (replica, data, model)
   devices; None takes the configuration's. `needs_samples` refuses a training loss without samples.
-  `asked` has the batch_size or num_samples that a search or a grid compiles for.
+  `asked` has the batch_size, num_samples or num_microbatches that a search or a grid compiles for.
   `heads` and `batches` are those of a grid: the run must allow each batch size, and one of the
   heads must use what a binding sets.
   """
@@ -59,6 +59,14 @@ class Request:
     asked = {name: value for name, value in asked.items() if value is not None}
     return dataclasses.replace(
       self, gin_files=files, gin_bindings=bindings, steps=('train',), asked=asked
+    )
+
+  def for_layout(self, mesh: Sequence[int], num_microbatches: int) -> 'Request':
+    """The train step of the same run on another mesh, with the batch in so many microbatches."""
+    bindings = [*self.gin_bindings, f'Trainer.num_microbatches = {num_microbatches}']
+    asked = {'num_microbatches': num_microbatches}
+    return dataclasses.replace(
+      self, gin_bindings=bindings, mesh=mesh, steps=('train',), asked=asked
     )
 
 

@@ -8,11 +8,22 @@ Takes the gin files and flags of training. The gin files must be in the image, w
 launch/Dockerfile builds. The cluster needs JobSet 0.6 or newer and one node pool per slice; the
 comments above the JobSet create the pools. launch/gke/jobset.yaml is the template.
 
+With --plan the run is compiled for the slices first (python -m het_plugin.plan), and a job that
+does not fit is not written. With --search, too, it gets the mesh and the microbatches with which
+its batch fits.
+
+    --format=jobset    a JobSet (the default), also for Kueue: --queue and --priority
+    --format=xpk       the command line of xpk, which makes the JobSet itself
+    --format=trainjob  a TrainJob of Kubeflow Trainer, with its runtime jax-distributed: one slice
+
 To resume a run that has ended, delete its JobSet (kubectl delete jobset NAME) and apply it again.
 """
 
+import contextlib
+import dataclasses
 import json
 import re
+import shlex
 import string
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +34,7 @@ import yaml
 from absl import flags
 
 from het_plugin.cli import command_line, training_flags
-from het_plugin.planning import slices
+from het_plugin.planning import report, search, slices, worker
 from launch import sweep
 from launch.processes import PREEMPTED
 
@@ -143,6 +154,106 @@ def node_pools(name: str, settings: Mapping[str, Any]) -> list[str]:
   ]
 
 
+def xpk_command(name: str, settings: Mapping[str, Any], job: sweep.Job) -> str:
+  """The command line of xpk for the JobSet; xpk restarts after exit code 42 by itself.
+
+  Raises:
+    ValueError: as in `jobset`, or xpk cannot be asked for one of the settings.
+  """
+  spec = jobset(name, settings, job)['spec']['replicatedJobs'][0]['template']['spec']
+  container = spec['template']['spec']['containers'][0]
+  for unknown in ('namespace', 'queue', 'node_selector', 'chips_per_host'):
+    if settings[unknown]:
+      raise ValueError(f'--{unknown} is for --format=jobset: xpk has its own')
+  hosts = hosts_of(settings)
+  options = {
+    'cluster': 'CLUSTER',
+    'workload': name,
+    'tpu-type': slices.xpk_type(hosts.generation, hosts.shape),
+    'num-slices': settings['num_slices'],
+    'docker-image': settings['image'],
+    'max-restarts': settings['max_restarts'],
+    'termination-grace-period-seconds': settings['grace_seconds'],
+    'priority': settings['priority'],
+    'service-account': settings['service_account'],
+    'command': shlex.join(
+      [*container['command'], *(x.replace('$$', '$') for x in container['args'])]
+    ),
+  }
+  words = ['xpk', 'workload', 'create']
+  words += [f'--{flag}={value}' for flag, value in options.items() if value is not None]
+  words += [f'--env={x["name"]}={x["value"]}' for x in container['env']]
+  return shlex.join(words) + '\n'
+
+
+def train_job(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, Any]:
+  """The TrainJob of Kubeflow Trainer (trainer.kubeflow.org/v1alpha1) for the JobSet.
+
+  Its runtime jax-distributed sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+  Whether a preempted job starts again is a setting of the runtime.
+
+  Raises:
+    ValueError: as in `jobset`, or there are several slices.
+  """
+  if settings['num_slices'] > 1:
+    raise ValueError(
+      f'--num_slices={settings["num_slices"]}: a TrainJob has one slice; use --format=jobset'
+    )
+  document = jobset(name, settings, job)
+  spec = document['spec']['replicatedJobs'][0]['template']['spec']
+  pod = spec['template']['spec']
+  container = pod['containers'][0]
+  placed = ('nodeSelector', 'tolerations', 'serviceAccountName')
+  trainer = {key: container[key] for key in ('image', 'command', 'args', 'env')}
+  trainer |= {'numNodes': spec['parallelism'], 'resourcesPerNode': container['resources']}
+  kept = ('name', 'namespace', 'labels')
+  return {
+    'apiVersion': 'trainer.kubeflow.org/v1alpha1',
+    'kind': 'TrainJob',
+    'metadata': {key: x for key, x in document['metadata'].items() if key in kept},
+    'spec': {
+      'runtimeRef': {'name': 'jax-distributed'},
+      'trainer': trainer,
+      'podTemplateOverrides': [
+        {
+          'targetJobs': [{'name': 'node'}],
+          'spec': {key: pod[key] for key in placed if key in pod},
+        }
+      ],
+    },
+  }
+
+
+def planned(
+  settings: Mapping[str, Any], job: sweep.Job, is_searched: bool
+) -> tuple[sweep.Job, str]:
+  """Compiles the run of a job for its slices.
+
+  Returns:
+    The job, which has a fitting mesh and microbatches if they are searched; and a line about it.
+
+  Raises:
+    ValueError: the run does not fit, or a setting is wrong.
+  """
+  topology = settings['topology']
+  bindings = list(job.gin_bindings)
+  request = worker.Request(
+    job.gin_files, bindings, job.gin_search_paths, topology, num_slices=settings['num_slices']
+  )
+  plan = worker.compile_in_process(request)
+  if is_searched:
+    found = search.layout(request, plan)
+    if found is None:
+      raise ValueError(f'--topology={topology}: batch {plan["batch_size"]} fits with no mesh')
+    bindings += found.bindings
+    job = dataclasses.replace(job, gin_bindings=tuple(bindings))
+    plan = worker.compile_in_process(dataclasses.replace(request, gin_bindings=bindings))
+  if not plan['fits']:
+    raise ValueError(f'--topology={topology}: {" ".join(report.verdict(plan).split())}')
+  mesh = ' x '.join(f'{name} {size}' for name, size in plan['mesh'].items())
+  return job, f'mesh {mesh}, {plan["num_microbatches"]} microbatches, {report.line(plan)}'
+
+
 def to_yaml(document: Mapping[str, Any]) -> str:
   return yaml.safe_dump(document, sort_keys=False, width=100)
 
@@ -153,6 +264,13 @@ def pairs(flag: str, values: Sequence[str]) -> dict[str, str]:
   if not all(found) or any('=' not in value for value in values):
     raise ValueError(f'--{flag}={",".join(values)} must be NAME=VALUE')
   return found
+
+
+RENDERERS = {
+  'jobset': lambda *job: to_yaml(jobset(*job)),
+  'xpk': xpk_command,
+  'trainjob': lambda *job: to_yaml(train_job(*job)),
+}
 
 
 def define_settings_flags() -> None:
@@ -173,6 +291,7 @@ def define_settings_flags() -> None:
   flags.DEFINE_string('namespace', None, 'Namespace in the cluster.')
   flags.DEFINE_string('service_account', None, 'Kubernetes service account that may write gs://.')
   flags.DEFINE_string('queue', None, 'LocalQueue of Kueue.')
+  flags.DEFINE_string('priority', None, 'WorkloadPriorityClass of Kueue.')
   flags.DEFINE_bool('spot', False, 'Use Spot VMs.')
   flags.DEFINE_bool('privileged', True, 'Run privileged pods, as root: TPU drivers need it.')
   flags.DEFINE_multi_string('node_selector', [], 'Additional node label, NAME=VALUE; repeatable.')
@@ -192,6 +311,7 @@ SETTINGS = (
   'spot',
   'service_account',
   'queue',
+  'priority',
   'privileged',
   'node_selector',
   'env',
@@ -209,6 +329,9 @@ def define_flags() -> None:
   flags.DEFINE_string('name', 'het-plugin', 'Name of the JobSet.')
   flags.DEFINE_string('model_dir', '', 'gs:// folder of the run.')
   flags.DEFINE_string('output', None, 'File for the YAML; default: stdout.')
+  flags.DEFINE_enum('format', 'jobset', list(RENDERERS), 'What is printed.')
+  flags.DEFINE_bool('plan', False, 'Compile the run first; write no job that does not fit.')
+  flags.DEFINE_bool('search', False, 'With --plan: write a mesh and microbatches that fit.')
 
 
 def main(argv: Sequence[str]) -> None:
@@ -217,9 +340,17 @@ def main(argv: Sequence[str]) -> None:
     given = command_line.gin_settings()
     train_flags = training_flags.given_flags()
     (job,) = sweep.make_jobs(values.model_dir, *given, train_flags=train_flags)
-    text = to_yaml(jobset(values.name, settings(), job))
-    pools = ''.join(f'# {command}\n' for command in node_pools(values.name, settings()))
-    text = f'{pools}{text}'
+    lines = []
+    if values.search and not values.plan:
+      raise ValueError('--search has an effect only with --plan')
+    if values.plan:
+      jobset(values.name, settings(), job)  # refuses wrong settings before it compiles
+      with contextlib.redirect_stdout(sys.stderr):  # stdout is the job's
+        job, line = planned(settings(), job, values.search)
+      lines.append(f'plan: {line}')
+    lines += node_pools(values.name, settings()) if values.format != 'xpk' else []
+    comments = ''.join(f'# {line}\n' for line in lines)
+    text = f'{comments}{RENDERERS[values.format](values.name, settings(), job)}'
     if values.output:
       Path(values.output).write_text(text)
     else:

@@ -1,6 +1,8 @@
 """JobSets have the documented form and the requested settings."""
 
+import dataclasses
 import math
+import shlex
 
 import pytest
 import yaml
@@ -19,6 +21,7 @@ SETTINGS = {
   'namespace': None,
   'service_account': None,
   'queue': None,
+  'priority': None,
   'spot': False,
   'privileged': True,
   'node_selector': [],
@@ -115,6 +118,7 @@ EVERYTHING = {
   'namespace': 'team',
   'service_account': 'trainer',
   'queue': 'tpus',
+  'priority': 'high',
   'spot': True,
   'privileged': False,
   'node_selector': ['cloud.google.com/reservation-name=ours'],
@@ -227,6 +231,74 @@ def test_arguments_are_those_of_training_with_the_slices_first():
   assert "--gin.a='$$(HOME) $$$$(HOME) $$x'" in parts(rendered(job))[2]['args']
 
 
+def test_kueue_has_its_labels():
+  assert rendered(**EVERYTHING)['metadata']['labels'] == {
+    'kueue.x-k8s.io/queue-name': 'tpus',
+    'kueue.x-k8s.io/priority-class': 'high',
+  }
+  assert 'labels' not in rendered()['metadata']
+
+
+@pytest.mark.parametrize(
+  ('topology', 'name'),
+  [('v5e:4x4', 'v5litepod-16'), ('v5p:2x2x2', 'v5p-16'), ('v6e:4x8', 'v6e-32'),
+   ('tpu7x:2x2x2', 'tpu7x-2x2x2')],
+)  # fmt: skip
+def test_xpk_gets_the_same_command(topology, name):
+  settings = SETTINGS | {'topology': topology, 'num_slices': 2, 'priority': 'high'}
+  job = sweep.make_jobs('gs://bucket/run', ['x.gin'], ["a = '$x y'"])[0]
+  words = shlex.split(render.xpk_command('het-xl', settings, job))
+  assert words[:3] == ['xpk', 'workload', 'create']
+  options = dict(word.removeprefix('--').split('=', 1) for word in words[3:])
+  assert options['tpu-type'] == name and options['num-slices'] == '2'
+  assert options['priority'] == 'high' and options['env'] == 'JAX_PLATFORMS=tpu,cpu'
+  assert shlex.split(options['command']) == [
+    'python',
+    '-m',
+    'het_plugin.train',
+    '--gin.PjitPartitioner.num_replicas=2',
+    *job.arguments(),
+  ]
+  with pytest.raises(ValueError, match='--queue is for --format=jobset'):
+    render.xpk_command('het-xl', settings | {'queue': 'tpus'}, job)
+
+
+# https://www.kubeflow.org/docs/components/trainer, with the fields that are used.
+TRAIN_JOB = yaml.safe_load("""
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata: {name: str, namespace*: str, labels*: map}
+spec:
+  runtimeRef: {name: jax-distributed}
+  trainer:
+    numNodes: int
+    image: str
+    command: [str]
+    args: [str]
+    env: [{name: str, value: str}]
+    resourcesPerNode: {limits: {google.com/tpu: int}}
+  podTemplateOverrides:
+    - targetJobs: [{name: node}]
+      spec:
+        serviceAccountName*: str
+        nodeSelector: map
+        tolerations: [{key: str, operator: Exists|Equal, value*: str, effect: NoSchedule|NoExecute}]
+""")
+
+
+def test_a_train_job_of_kubeflow_has_the_parts_of_the_jobset():
+  document = render.train_job('het-xl', SETTINGS | EVERYTHING | {'num_slices': 1}, JOB)
+  conform(document, TRAIN_JOB, 'TrainJob')
+  _, pod, container = parts(rendered(**(EVERYTHING | {'num_slices': 1})))
+  trainer = document['spec']['trainer']
+  assert trainer['numNodes'] == 4 and trainer['args'] == container['args']
+  (overrides,) = document['spec']['podTemplateOverrides']
+  assert overrides['spec']['nodeSelector'] == pod['nodeSelector']
+  assert document['metadata']['labels']['kueue.x-k8s.io/queue-name'] == 'tpus'
+  with pytest.raises(ValueError, match='--num_slices=2: a TrainJob has one slice'):
+    render.train_job('het-xl', SETTINGS | {'num_slices': 2}, JOB)
+
+
 def test_spot_and_reservations_are_node_labels():
   pod = parts(rendered(**EVERYTHING))[1]
   assert pod['nodeSelector'] == {
@@ -275,3 +347,88 @@ def test_the_script_prints_and_writes_the_same(tmp_path, run_main):
   assert (tmp_path / 'x.yaml').read_text() == printed
   with pytest.raises(ValueError, match='--env=A .*NAME=VALUE'):
     render.pairs('env', ['A'])
+
+
+def plan_of(request, fits, seconds=None):
+  """A plan of the request, as `planning.step.plan` makes it."""
+  mesh = request.mesh or (16, 1)
+  microbatches = request.asked.get('num_microbatches', 1)
+  fits = fits(mesh[-1], microbatches)
+  return {
+    'mesh': dict(zip(('replica', 'data', 'model')[-len(mesh) :], mesh, strict=True)),
+    'num_devices': 16 * request.num_slices,
+    'batch_size': 64,
+    'num_samples': None,
+    'num_microbatches': microbatches,
+    'fits': fits,
+    'peak_bytes_per_device': 2**30,
+    'hbm_bytes_per_device': 2**34,
+    'train': {'fits': fits, 'seconds': seconds and {'with_overlap': seconds(mesh[-1])}},
+    'eval': {'fits': True},
+    'bytes_per_device': {'activations, gradients and samples': 1},
+  } | ({} if fits else {'train': {'fits': False, 'compiler_message': None, 'peak_bytes': 2**35}})
+
+
+@pytest.fixture
+def asked(monkeypatch):
+  """Lets a test say which layouts fit; returns what was compiled."""
+
+  def set_up(fits, seconds=None):
+    requests = []
+
+    def compile_in_process(request):
+      requests.append(request)
+      final = (
+        {'num_microbatches': 2} if 'Trainer.num_microbatches = 2' in request.gin_bindings else {}
+      )
+      request = dataclasses.replace(request, asked={**final, **request.asked})
+      if not request.mesh and any('num_partitions = 4' in x for x in request.gin_bindings):
+        request = dataclasses.replace(request, mesh=(4, 4))
+      return plan_of(request, fits, seconds)
+
+    for module in (render.worker, render.search):
+      monkeypatch.setattr(module, 'compile_in_process', compile_in_process)
+    return requests
+
+  return set_up
+
+
+PLANNED = ['--gin_file=gin/runs/digits_smoke.gin', '--image=i', '--topology=v6e:4x4', '--plan']
+PLANNED += ['--model_dir=gs://b/x']
+
+
+def test_a_job_that_does_not_fit_is_not_written(asked, run_main, tmp_path):
+  asked(lambda model, microbatches: False)
+  error = run_main(render, *PLANNED, f'--output={tmp_path}/x.yaml', code=2)
+  assert '--topology=v6e:4x4: It does not fit: 1.00 of 16.00 GiB. The largest part:' in error
+  assert 'fits with no mesh' in run_main(render, *PLANNED, '--search', code=2)
+  assert not [*tmp_path.iterdir()]
+  requests = asked(lambda *_: True)
+  assert '--name=X must be' in run_main(render, *PLANNED, '--name=X', code=2)
+  assert not requests  # wrong settings are refused before anything is compiled
+  assert '--search has an effect only with --plan' in run_main(
+    render, *PLANNED, '--noplan', '--search', code=2
+  )
+  printed = run_main(render, *PLANNED)
+  assert printed.startswith('# plan: mesh data 16 x model 1, 1 microbatches, batch 64, no samples')
+
+
+def test_the_fastest_layout_that_fits_is_in_the_job(asked, run_main):
+  """Of the meshes that fit with the fewest microbatches."""
+  requests = asked(
+    lambda model, microbatches: model >= 2 and microbatches >= 2,
+    seconds=lambda model: abs(model - 4),
+  )
+  printed = run_main(render, *PLANNED, '--search')
+  document = yaml.safe_load(printed)
+  arguments = parts(document)[2]['args']
+  assert {
+    '--gin.BATCH_SIZE=64',
+    '--gin.PjitPartitioner.num_partitions=4',
+    '--gin.PjitPartitioner.model_parallel_submesh=None',
+    '--gin.PjitPartitioner.num_replicas=1',
+    '--gin.Trainer.num_microbatches=2',
+  } <= {*arguments}
+  assert '# plan: mesh data 4 x model 4, 2 microbatches' in printed
+  meshes = [tuple(request.mesh) for request in requests[1:-1]]
+  assert meshes == 2 * [(16, 1), (8, 2), (4, 4), (2, 8)]
