@@ -30,20 +30,24 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from het_plugin.integrate.draws import Draws, NestedDraws
+from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.gaussian import PADDED, Linear, LowRank
 from het_plugin.integrate.order import Plan
 from het_plugin.integrate.placement import Placement, dims
+from het_plugin.integrate.proposal import Chosen
 from het_plugin.integrate.samples import Constants, Samples, with_last
 
 
-def draw(plan: Plan, draws: Draws | NestedDraws, chunk: jax.Array, num_normals: int, batch: int):
-  """The normals of a chunk, [B, s, T], and which of its samples count, bool [s]."""
+def draw(plan: Plan, draws: Draws | Chosen, chunk: jax.Array, num_normals: int, batch: int):
+  """The normals of a chunk, [B, s, T]; the log-weights of its samples [B, s], or 0; and which of
+  them count, bool [s].
+  """
   index = chunk * plan.chunk_size + jnp.arange(plan.chunk_size)
   z = draws.normals(plan.sampler, index, num_normals)
   # Shared draws are repeated per example: as one product for the batch, with classes and examples
   # in one dimension, a chunk took 1.6 times as long on a CPU.
-  return jnp.broadcast_to(z, (batch, *z.shape[1:])), index < plan.num_samples
+  z = jnp.broadcast_to(z, (batch, *z.shape[1:]))
+  return z, draws.log_weight(index), index < plan.num_samples
 
 
 def scan(plan: Plan, body, start, chunks):
@@ -68,7 +72,7 @@ def at_class(u: jax.Array, label: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def one_pass(
-  link: str, plan: Plan, samples: Samples, draws: Draws | NestedDraws, target: jax.Array
+  link: str, plan: Plan, samples: Samples, draws: Draws | Chosen, target: jax.Array
 ) -> jax.Array:
   """log E[softmax(u)]_y [B, 1] for the target y int32 [B, 1], or log E[sigmoid(a u)], [B, K], for
   the target a [B, K] of +1 and -1.
@@ -96,10 +100,10 @@ def _one_pass(link, plan, samples, draws, target, with_gradient):
 
   def body(carry, chunk):
     top, total, sums = carry
-    z, counts = draw(plan, draws, chunk, samples.num_normals, samples.batch_size)
+    z, log_weight, counts = draw(plan, draws, chunk, samples.num_normals, samples.batch_size)
     counts = counts if plan.num_samples % plan.chunk_size else None
     u = samples.logits(z, None)
-    new_top, new_total, pull = terms(u, target, draws.log_weight(z), counts, top)
+    new_top, new_total, pull = terms(u, target, log_weight, counts, top)
     shrink = jnp.exp(top - new_top)
     if with_gradient:
       new_sums = pull(with_last(z, 1.0))
@@ -234,7 +238,8 @@ def _partial_sums(plan, samples, constants, labels):
       total = jnp.exp(u - peak[..., None]).sum(axis=-1)
       if labels.shape[-1] == 1:
         # One shard has the label, so the weight is added once.
-        return peak, total, at_class(u + log_weight[..., None], labels[:, 0])[..., None]
+        weight = jnp.broadcast_to(log_weight, peak.shape)
+        return peak, total, at_class(u + weight[..., None], labels[:, 0])[..., None]
       index = jnp.clip(labels, 0, num_classes - 1)[:, None]
       at_label = jnp.take_along_axis(u, index, axis=-1)
       inside = (labels >= 0) & (labels < num_classes)
@@ -268,8 +273,7 @@ def _chunk_logits(plan, samples, constants, chunk):
   if is_cut:
     num_own = noise.diag.shape[-1]
     num_normals = noise.num_factors + num_own * jax.lax.psum(1, vocab)
-  z, counts = draw(plan, constants.draws, chunk, num_normals, samples.batch_size)
-  log_weight = constants.draws.log_weight(z)
+  z, log_weight, counts = draw(plan, constants.draws, chunk, num_normals, samples.batch_size)
   if is_cut:
     first = noise.num_factors + num_own * plan.placement.shard_index()
     own = jax.lax.dynamic_slice_in_dim(z, first, num_own, axis=-1)

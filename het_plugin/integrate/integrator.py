@@ -10,28 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from het_plugin.integrate import estimate, exact, hashed, samplers, tiled_draws, tiled_losses
-from het_plugin.integrate.draws import (
-  POINTS_PER_DRAW,
-  Draws,
-  Fit,
-  NestedDraws,
-  fit,
-  num_axes,
-  principal_directions,
-  rotation_to,
-)
+from het_plugin.integrate import estimate, exact, hashed, proposal, samplers, tiled_losses
+from het_plugin.integrate.draws import Draws, rotation_to
 from het_plugin.integrate.gaussian import (
   GaussianLogits,
   Hashed,
   Linear,
-  LowRank,
   Opaque,
   checked,
   is_valid,
   masked,
 )
-from het_plugin.integrate.order import MAX_CHUNK, Plan, make_plan, placement_of
+from het_plugin.integrate.order import MAX_CHUNK, make_plan, placement_of
 from het_plugin.integrate.placement import on_mesh_of_caller
 from het_plugin.integrate.principal import reduced
 from het_plugin.integrate.samples import Constants, samples_of
@@ -45,10 +35,8 @@ from het_plugin.integrate.tiles import (
 
 METHODS = ('auto', 'exact', 'sample')
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
-# `MIN_ROTATED` or more Sobol points are rotated. This costs as much as a dozen samples. In a loss,
-# `MIN_TILTED` or more follow the fit. It costs as much as five samples if S = 4, else about eight.
+# `MIN_ROTATED` or more Sobol points are rotated.
 MIN_ROTATED = 32
-MIN_TILTED = 4
 # Values per class and example of a tile beside those of its factors: exact sigmoid, HET-H.
 LOCATION_ROWS = 8
 
@@ -230,7 +218,7 @@ class Integrator:
     logits = checked(logits)
     if hashed.has_fewer_buckets(logits):
       logits = hashed.shares_of(logits)[0].logits(logits)
-    return self._problem(logits, keys)[2].draws
+    return self._draws(logits, keys)
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | Draws | None = None) -> jax.Array:
     """log p(k | x) of every class.
@@ -323,20 +311,34 @@ class Integrator:
 
   def _log_softmax_at(self, logits, labels, keys):
     """log p [B, L] at labels [B, L]; undefined at padding."""
-    if (tiling := self._tiling(logits)) is not None:
-      return self._tiled_log_softmax_at(tiling, logits, labels, keys)
+    tiling = self._tiling(logits)
+    if tiling is not None or self._is_linear(logits):
+      return self._tiled_log_softmax_at(tiling or _one_tile(logits), logits, labels, keys)
     if logits.covariance is None:
       log_p = jax.nn.log_softmax(_deterministic(logits), axis=-1)
       return jnp.take_along_axis(log_p, jnp.maximum(labels, 0), axis=-1)
     if hashed.has_fewer_buckets(logits):
       log_share, labels, buckets = hashed.at_labels(logits, labels)
       return log_share + self._log_softmax_at(buckets, labels, keys)
-    label = labels[:, 0] if labels.shape[-1] == 1 else None
-    plan, samples, constants = self._problem(logits, keys, label)
+    draws = self._draws(logits, keys, labels)
+    plan, samples, constants = self._problem(logits, draws)
     one_pass = self._one_pass(plan, samples, 'softmax')
     if labels.shape[-1] > 1 or one_pass is None:
       return estimate.log_softmax_at(plan, samples, constants, labels)
     return one_pass(constants.draws, jnp.maximum(labels, 0))
+
+  def _is_linear(self, logits):
+    """Whether a softmax's loss is a cross-entropy of rows x W + b: DET, and HET-XL whose samples
+    are all projected.
+    """
+    if not has_source(logits) or isinstance(logits.projection, Hashed):
+      return False
+    if logits.covariance is None:
+      return True
+    plan = make_plan(
+      logits, self.num_samples, self._sampler, self.order, self.chunk_size, self.chunk_bytes
+    )
+    return not plan.project_first and plan.num_chunks == 1
 
   def _log_sigmoid(self, logits, sign, keys):
     """log p(y_k = (1 + sign_k) / 2), [B, Kp]; undefined at padded classes."""
@@ -355,8 +357,8 @@ class Integrator:
     if not plan.project_first or (link == 'softmax' and plan.placement.vocab is not None):
       return None
     _say_once(
-      f'Integrator: S = {self.num_samples}. Losses project the factors first and take '
-      f'{plan.num_samples} points, {plan.chunk_size} at a time.'
+      f'Integrator: S = {plan.num_samples}. Losses project the factors first and take '
+      f'{plan.chunk_size} samples at a time.'
     )
     return functools.partial(estimate.one_pass, link, plan, samples)
 
@@ -378,54 +380,44 @@ class Integrator:
       )
     return exists and self.method != 'sample'
 
-  def _problem(self, logits, keys, label=None):
-    """How to sample, what, and from which draws; label [B] if only its probability is wanted."""
-    plan = self._plan(logits, self.chunk_size)
-    draws = _draws_of(logits, keys)
+  def _problem(self, logits, draws):
+    """How to sample, what, and from which draws; the draws may also be keys."""
+    if not isinstance(draws, (Draws, proposal.Chosen)):
+      draws = self._draws(logits, draws)
+    plan = self._plan(logits, draws, self.chunk_size)
     samples, buckets = samples_of(logits, plan.project_first)
-    if draws is not keys and self._is_refined(logits):
-      fixed, location = jax.lax.stop_gradient((samples, _deterministic(logits)))
-      to_logits = functools.partial(fixed.noise_of, buckets=buckets)
-      num_normals = fixed.num_normals
-      directions = None
-      if self._is_rotated:
-        directions = principal_directions(to_logits, location, num_normals)
-      if label is not None and self._is_tilted:
-        around = fit(to_logits, location, label, num_normals, num_axes(self.num_samples))
-        plan, logits, draws = self._around(around, directions, logits, draws, self.chunk_size)
-        samples, buckets = samples_of(logits, plan.project_first)
-      elif directions is not None:
-        draws = Draws(draws.keys, rotation_to(directions))
     return plan, samples, Constants(draws, buckets)
 
-  def _around(
+  def _draws(
     self,
-    around: Fit,
-    directions: jax.Array | None,
     logits: GaussianLogits,
-    draws: Draws,
-    chunk_size: int | None,
-  ) -> tuple[Plan, GaussianLogits, Draws | NestedDraws]:
-    """The problem of a loss whose samples follow a fit, and then the directions [B, m, T]."""
-    whole = dataclasses.replace(self, num_samples=self._num_points)
-    around = dataclasses.replace(around, num_points=whole.num_samples)
-    count, num_normals = around.axes.shape[1:]
-    if whole.num_samples == self.num_samples or num_normals <= self.num_samples + count:
-      leading = around.axes
-      if directions is not None:
-        leading = jnp.concatenate([leading, directions], axis=1)[:, :num_normals]
-      draws = Draws(draws.keys, rotation_to(leading), around)
-      return whole._plan(logits, chunk_size), logits, draws
-    nested = NestedDraws(draws.keys, around, self.num_samples)
-    factors = logits.noise.noise(nested.factors(self._sampler))
-    noise = LowRank(None, factors[:, :-1], factors[:, -1])
-    logits = dataclasses.replace(logits, covariance=noise)
-    return whole._plan(logits, chunk_size), logits, nested
-
-  def _plan(self, logits, chunk_size):
+    keys: jax.Array | Draws | None,
+    labels: jax.Array | None = None,
+    tiling: Tiling | None = None,
+  ) -> Draws | proposal.Chosen:
+    """Where the samples are taken; labels [B, L] if only their probabilities are wanted."""
+    of_caller = isinstance(keys, Draws)
+    keys_of_caller = keys.keys if of_caller else keys
     self._is_exact(logits)  # refuses where method='exact' cannot be met
-    order = self.order
-    return make_plan(logits, self.num_samples, self._sampler, order, chunk_size, self.chunk_bytes)
+    checked_keys = samplers.checked_keys('Integrator', keys_of_caller, logits.location.shape[0])
+    if of_caller:
+      return keys
+    keys = checked_keys
+    if not self._is_refined(logits):
+      return Draws(keys)
+    tiling = tiling or _one_tile(logits)
+    if labels is not None and labels.shape[-1] == 1 and self._is_tilted:
+      label = labels[:, 0]
+      return proposal.choose(tiling, logits, label, keys, self._sampler, self.num_samples)
+    if self._is_rotated:
+      return Draws(keys, rotation_to(proposal.directions(tiling, logits)))
+    return Draws(keys)
+
+  def _plan(self, logits, draws, chunk_size):
+    count = self.num_samples
+    if isinstance(draws, proposal.Chosen):
+      count = 2 * draws.num_pairs
+    return make_plan(logits, count, self._sampler, self.order, chunk_size, self.chunk_bytes)
 
   def _is_refined(self, logits):
     """Whether draws may be tilted and rotated."""
@@ -436,15 +428,9 @@ class Integrator:
 
   @property
   def _is_tilted(self):
-    # Fixed points have no second sequence for the draws beside the axes.
+    # A proposal takes more points than there are fixed ones.
     is_fixed = isinstance(self._sampler, samplers.FixedPoints)
-    return self.tilt and self.num_samples >= MIN_TILTED and not is_fixed
-
-  @property
-  def _num_points(self):
-    """Softmaxes of a loss: S, or `POINTS_PER_DRAW` S if few are tilted."""
-    is_shared = self._is_tilted and self.num_samples < MIN_ROTATED
-    return self.num_samples * (POINTS_PER_DRAW if is_shared else 1)
+    return self.tilt and not is_fixed
 
   @property
   def _is_rotated(self):
@@ -477,7 +463,7 @@ class Integrator:
     if logits.link == 'sigmoid':
       num_factors = logits.noise.num_factors
       return min(num_factors, self.principal_factors or num_factors) + LOCATION_ROWS
-    return logits.noise.num_factors + 2 + min(self._num_points, self.chunk_size or MAX_CHUNK)
+    return logits.noise.num_factors + 2 + min(self.num_samples, self.chunk_size or MAX_CHUNK)
 
   def _tiled_log_softmax_at(self, tiling, logits, labels, keys):
     if logits.covariance is None:
@@ -490,19 +476,8 @@ class Integrator:
       whole = dataclasses.replace(self, class_tile=None)
       return log_share + whole._log_softmax_at(buckets, labels, keys)
     chunk_size = self.chunk_size or MAX_CHUNK
-    plan = self._plan(logits, chunk_size)
-    draws = _draws_of(logits, keys)
-    if draws is not keys and self._is_refined(logits):
-      noise = logits.noise.scaled(1.0 / logits.temperature)
-      location = source_of(logits, jnp.zeros_like(noise.diag)[:, None])
-      directions = None
-      if self._is_rotated:
-        directions = tiled_draws.principal_directions(tiling, location, noise)
-      if labels.shape[-1] == 1 and self._is_tilted:
-        around = tiled_draws.fit(tiling, location, noise, labels[:, 0], num_axes(self.num_samples))
-        plan, logits, draws = self._around(around, directions, logits, draws, chunk_size)
-      elif directions is not None:
-        draws = Draws(draws.keys, rotation_to(directions))
+    draws = self._draws(logits, keys, labels, tiling)
+    plan = self._plan(logits, draws, chunk_size)
     noise = logits.noise.scaled(1.0 / logits.temperature)
     return tiled_losses.log_softmax_at(plan, tiling, logits, noise, draws, labels)
 
@@ -520,13 +495,8 @@ class Integrator:
     return tiled_losses.sigmoid_nll(tiling, source, None, labels)
 
 
-def _draws_of(logits, keys):
-  """The draws of a caller, or those of keys."""
-  of_caller = isinstance(keys, Draws)
-  checked = samplers.checked_keys(
-    'Integrator', keys.keys if of_caller else keys, logits.location.shape[0]
-  )
-  return keys if of_caller else Draws(checked)
+def _one_tile(logits: GaussianLogits) -> Tiling:
+  return Tiling(logits.location.shape[-1], logits.num_classes, placement_of(logits))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from het_plugin.integrate.draws import Draws, NestedDraws
+from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.gaussian import (
   GaussianLogits,
   Hashed,
@@ -18,6 +18,7 @@ from het_plugin.integrate.gaussian import (
   masked,
   project,
 )
+from het_plugin.integrate.proposal import Chosen
 
 
 @struct.dataclass
@@ -85,7 +86,7 @@ class Samples:
 class Constants:
   """Draws, and the hash of HET-H [K] if noise is hashed after it is sampled."""
 
-  draws: Draws | NestedDraws
+  draws: Draws | Chosen
   buckets: jax.Array | None = None
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from het_plugin.integrate import exact
-from het_plugin.integrate.draws import Draws, NestedDraws
+from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.gaussian import (
   PADDED,
   GaussianLogits,
@@ -31,6 +31,7 @@ from het_plugin.integrate.gaussian import (
 from het_plugin.integrate.hashed import BucketSums, max_in_buckets
 from het_plugin.integrate.order import Plan
 from het_plugin.integrate.placement import dims
+from het_plugin.integrate.proposal import Chosen
 from het_plugin.integrate.samples import with_last
 from het_plugin.integrate.tiles import (
   Source,
@@ -50,7 +51,7 @@ def log_softmax_at(
   tiling: Tiling,
   logits: GaussianLogits,
   noise: LowRank,
-  draws: Draws | NestedDraws,
+  draws: Draws | Chosen,
   labels: jax.Array,
 ) -> jax.Array:
   """log E[softmax(u)]_y at labels y int32 [B, L] of HET-XL; undefined at labels outside [0, K).
@@ -58,20 +59,31 @@ def log_softmax_at(
   The normals [B, S, T] exist at one time, and so do all samples in the noise space [B, S, Q] if
   these are projected. The noise is that of the logits over tau.
   """
+  if not plan.project_first:
+    index = jnp.arange(plan.num_samples)
+    is_paired = isinstance(draws, Chosen)
+    if is_paired:  # of which only the mean and the differences are projected
+      mean, away = draws.mean_and_away(plan.sampler, index[: draws.num_pairs], noise.num_normals)
+      z = jnp.concatenate([mean, away], axis=1)
+    else:
+      z = draws.normals(plan.sampler, index, noise.num_normals)
+    z = jnp.broadcast_to(z, (logits.location.shape[0], *z.shape[1:])).astype(noise.diag.dtype)
+    source = source_of(logits, noise.noise(z), is_paired=is_paired)
+    of_samples = log_p(*softmax_sums(tiling, source, None, labels))[0]  # [B, S, L]
+    log_weight = draws.log_weight(index)
+    log_weight = jnp.broadcast_to(log_weight, of_samples.shape[:2])[..., None]
+    return jax.nn.logsumexp(of_samples + log_weight, axis=1, b=1.0 / plan.num_samples)
   batch = logits.location.shape[0]
   num_chunks = plan.num_chunks
-  index = jnp.arange(num_chunks * plan.chunk_size if plan.project_first else plan.num_samples)
+  index = jnp.arange(num_chunks * plan.chunk_size)
   z = draws.normals(plan.sampler, index, noise.num_normals)  # [B, S, T]
   z = jnp.broadcast_to(z, (batch, *z.shape[1:])).astype(noise.diag.dtype)
-  log_weight = jnp.where(index < plan.num_samples, draws.log_weight(z), 2 * PADDED)
-  if plan.project_first:
-    source = source_of(logits, factors_over_tau(noise), is_factors=True)
-    z = jnp.moveaxis(z.reshape(batch, num_chunks, plan.chunk_size, -1), 1, 0)
-    log_weight = jnp.moveaxis(log_weight.reshape(batch, num_chunks, plan.chunk_size), 1, 0)
-    sums = softmax_sums(tiling, source, z, labels)
-  else:
-    sums = softmax_sums(tiling, source_of(logits, noise.noise(z)), None, labels)
-    log_weight = log_weight[None]
+  log_weight = jnp.where(index < plan.num_samples, draws.log_weight(index), 2 * PADDED)
+  log_weight = jnp.broadcast_to(log_weight, z.shape[:2])
+  source = source_of(logits, factors_over_tau(noise), is_factors=True)
+  z = jnp.moveaxis(z.reshape(batch, num_chunks, plan.chunk_size, -1), 1, 0)
+  log_weight = jnp.moveaxis(log_weight.reshape(batch, num_chunks, plan.chunk_size), 1, 0)
+  sums = softmax_sums(tiling, source, z, labels)
   of_samples = log_p(*sums) + log_weight[..., None]  # [C, B, s, L]
   return jax.nn.logsumexp(of_samples, axis=(0, 2), b=1.0 / plan.num_samples)
 
@@ -102,6 +114,12 @@ def softmax_sums(
 
 
 def _softmax_sums(tiling, source, z, labels):
+  return _softmax_pass(tiling, source, z, labels, keep=False)[0]
+
+
+def _softmax_pass(tiling, source, z, labels, keep):
+  """The sums; and to keep, exp(u - top) of all classes, and what makes them probabilities."""
+
   def local(source, z, labels):
     def body(carry, tile):
       rows, shift = tile.source.rows()
@@ -109,23 +127,31 @@ def _softmax_sums(tiling, source, z, labels):
       def of_chunk(z):
         u = tile.masked(_logits(rows, shift, z))
         peak = jax.lax.stop_gradient(u.max(axis=-1))
-        return peak, jnp.exp(u - peak[..., None]).sum(axis=-1), _at_labels(u, labels, tile)
+        e = jnp.exp(u - peak[..., None])
+        return peak, e.sum(axis=-1), _at_labels(u, labels, tile), e if keep else None
 
-      peak, new, at_new = _map_chunks(of_chunk, z)
+      peak, new, at_new, e = _map_chunks(of_chunk, z)
+      if keep:
+        return peak, new, at_new, e
       top, total, at = carry
       high = jnp.maximum(top, peak)
       total = total * jnp.exp(top - high) + new * jnp.exp(peak - high)
       return high, total, at + at_new
 
     x = source.x
-    shape = (1, *x.shape[:2]) if z is None else z.shape[:3]
+    shape = (1, len(x), source.num_samples) if z is None else z.shape[:3]
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     zero = jnp.zeros_like(x, dtype, shape=shape)
     at = jnp.zeros_like(x, dtype, shape=(*shape, labels.shape[-1]))
-    return _over_shards(tiling, *fold(tiling, source, body, (zero + 2 * PADDED, zero, at)))
+    top, total, at, *e = fold(tiling, source, body, (zero + 2 * PADDED, zero, at))
+    highest, log_total, at = sums = _over_shards(tiling, top, total, at)
+    if not keep:
+      return sums, None
+    return sums, (e[0], jnp.exp((top - highest) - log_total)[None])
 
   inputs = source.letters(), None if z is None else dims('cbst'), 'bl'
-  run = tiling.placement.shard_map(local, inputs, ('cbs', 'cbs', 'cbsl'))
+  kept = ('cbsk', 'kcbs') if keep else None
+  run = tiling.placement.shard_map(local, inputs, (('cbs', 'cbs', 'cbsl'), kept))
   return run(source, z, labels)
 
 
@@ -137,39 +163,45 @@ def _over_shards(tiling, top, total, at):
 
 
 def _softmax_sums_fwd(tiling, source, z, labels):
-  sums = _softmax_sums(tiling, source, z, labels)
-  return sums, (source, z, labels, *sums[:2])
+  sums, kept = _softmax_pass(tiling, source, z, labels, keep=tiling.is_whole)
+  return sums, (source, z, labels, *sums[:2], kept)
 
 
 def _softmax_sums_bwd(tiling, residuals, g):
-  source, z, labels, top, log_total = residuals
+  source, z, labels, top, log_total, kept = residuals
 
-  def local(source, z, labels, *per_sample):
+  def local(source, z, labels, top, log_total, kept, g_total, g_at):
     def pull(tile):
       (rows, shift), to_source = jax.vjp(Source.rows, tile.source)
 
-      def of_chunk(z, top, log_total, g_total, g_at):
-        u = _logits(rows, shift, z)
-        p = jnp.exp((u - top[..., None]) - log_total[..., None])
-        weighted = jnp.where(tile.counts, g_total[..., None] * p, 0.0)
+      def of_chunk(z, top, log_total, kept, g_total, g_at):
+        if kept is None:
+          p = jnp.exp((_logits(rows, shift, z) - top[..., None]) - log_total[..., None])
+          weighted = jnp.where(tile.counts, g_total[..., None] * p, 0.0)
+        else:  # which is 0 at classes that do not count
+          weighted = kept[0] * (g_total * kept[1])[..., None]
         is_label = (labels[..., None] == tile.classes) & tile.counts  # [B, L, t]
         g_u = weighted + jnp.where(is_label[:, None], g_at[..., None], 0.0).sum(axis=2)
         return g_u if z is None else jnp.einsum('bst,bsk->btk', with_last(z, 1.0), g_u)
 
-      g_rows = _sum_chunks(of_chunk, z, *per_sample)
+      g_rows = _sum_chunks(of_chunk, z, top, log_total, kept, g_total, g_at)
       of_mu = g_rows[:, -1] if source.is_factors else g_rows.reshape(-1, g_rows.shape[-1])
       # A product, because XLA's sum over examples took ten times as long on a CPU.
       ones = jnp.ones(of_mu.shape[0], of_mu.dtype)
       g_shift = jnp.einsum('b,bk->k', ones, of_mu, precision=jax.lax.Precision.HIGHEST)
       return to_source((g_rows, g_shift.astype(shift.dtype)))[0]
 
+    if kept is not None:
+      kept = kept[0], kept[1][0]
     return pull_from_tiles(tiling, source, pull)
 
   letters = source.letters()
-  inputs = letters, None if z is None else dims('cbst'), 'bl', *('cbs',) * 3, 'cbsl'
+  of_kept = None if kept is None else ('cbsk', 'kcbs')
+  of_chunks = 'cbs', 'cbs', of_kept, 'cbs', 'cbsl'
+  inputs = letters, None if z is None else dims('cbst'), 'bl', *of_chunks
   run = tiling.placement.shard_map(local, inputs, letters)
   # The maximum moves nothing: it cancels in what callers compute.
-  return run(source, z, labels, top, log_total, *g[1:]), None, None
+  return run(source, z, labels, top, log_total, kept, *g[1:]), None, None
 
 
 softmax_sums.defvjp(_softmax_sums_fwd, _softmax_sums_bwd)

@@ -54,6 +54,11 @@ class Tiling:
   num_classes: int
   placement: Placement
 
+  @property
+  def is_whole(self) -> bool:
+    """Whether there is one tile of all classes, whose values may be kept."""
+    return self.tile >= self.num_classes
+
   def sum_of_shards(self, x: jax.Array) -> jax.Array:
     """The sum over the devices that have other classes; inside `Placement.shard_map`."""
     axes = self.placement.vocab
@@ -80,6 +85,8 @@ class Source:
     location_kernel: that W [D, Kp].
     variance: [B, Q], variances of independent noise, which the exact sigmoid adds.
     is_factors: whether x are factors.
+    is_paired: whether x are samples in pairs: the first row is their mean, and the others are what
+      is added to it, and subtracted from it.
   """
 
   x: jax.Array
@@ -89,6 +96,18 @@ class Source:
   location_kernel: jax.Array | None = None
   variance: jax.Array | None = None
   is_factors: bool = struct.field(pytree_node=False, default=False)
+  is_paired: bool = struct.field(pytree_node=False, default=False)
+
+  @property
+  def num_samples(self) -> int:
+    """Samples, if x are samples."""
+    count = self.x.shape[1]
+    return 2 * (count - 1) if self.is_paired else count
+
+  @property
+  def num_columns(self) -> int:
+    """t."""
+    return self.kernel.shape[-1]
 
   def letters(self) -> 'Source':
     """Letters of the dimensions, for `Placement.shard_map`. Those with classes end with k."""
@@ -100,6 +119,7 @@ class Source:
       None if self.location_kernel is None else dims('dk'),
       None if self.variance is None else dims('bq'),
       self.is_factors,
+      self.is_paired,
     )
 
   def products(self, x: jax.Array) -> jax.Array:
@@ -126,8 +146,16 @@ class Source:
     rows = self.products(self.x)
     if self.phi is not None and self.location_kernel is not None:
       mu = apply_projection(Linear(self.location_kernel), self.phi)[:, None]
-      rows = jnp.concatenate([rows, mu], axis=1) if self.is_factors else rows + mu
+      rows = jnp.concatenate([rows, mu], axis=1) if self.is_factors else self._moved(rows, mu)
+    if self.is_paired:
+      rows = jnp.concatenate([rows[:, :1] + rows[:, 1:], rows[:, :1] - rows[:, 1:]], axis=1)
     return rows, self.bias
+
+  def _moved(self, rows: jax.Array, by: jax.Array) -> jax.Array:
+    """All samples [B, n, ...] plus a row [B, 1, ...]."""
+    if not self.is_paired:
+      return rows + by
+    return jnp.concatenate([rows[:, :1] + by, rows[:, 1:]], axis=1)
 
 
 @struct.dataclass
@@ -171,6 +199,7 @@ def source_of(
   vectors: jax.Array | None = None,
   variance: jax.Array | None = None,
   is_factors: bool = False,
+  is_paired: bool = False,
 ) -> Source:
   """The `Source` of logits that have one (`has_source`).
 
@@ -180,6 +209,7 @@ def source_of(
       the location alone.
     variance: that of `Source`.
     is_factors: whether the vectors are factors.
+    is_paired: as in `Source`.
 
   Raises:
     ValueError: the logits have none.
@@ -194,9 +224,12 @@ def source_of(
     return Source(phi[:, None], linear.kernel, bias, variance=variance)
   if linear is not logits.projection and isinstance(logits.projection, Linear):  # W' of eq. 14
     own = logits.projection.kernel
-    return Source(vectors, own, bias, phi, linear.kernel, variance, is_factors)
-  x = jnp.concatenate([vectors, phi[:, None]], axis=1) if is_factors else vectors + phi[:, None]
-  return Source(x, linear.kernel, bias, variance=variance, is_factors=is_factors)
+    return Source(vectors, own, bias, phi, linear.kernel, variance, is_factors, is_paired)
+  if is_paired:
+    x = jnp.concatenate([vectors[:, :1] + phi[:, None], vectors[:, 1:]], axis=1)
+  else:
+    x = jnp.concatenate([vectors, phi[:, None]], axis=1) if is_factors else vectors + phi[:, None]
+  return Source(x, linear.kernel, bias, None, None, variance, is_factors, is_paired)
 
 
 def tile_size(logits: GaussianLogits, num_rows: int, chunk_bytes: int) -> int | None:
@@ -220,8 +253,11 @@ def fold(
   carry: Any,
   buckets: jax.Array | None = None,
 ) -> Any:
-  """The carry after body(carry, tile) of all tiles of this device's classes."""
-  num_classes = source.bias.shape[0]
+  """The carry after body(carry, tile) of all tiles of this device's classes.
+
+  The source is any pytree with `num_columns` and `letters()`. One tile of all classes is no loop.
+  """
+  num_classes = source.num_columns
   size = min(tiling.tile, num_classes)
   first_class = tiling.placement.shard_index() * num_classes
 
@@ -231,9 +267,15 @@ def fold(
     local = start + jnp.arange(size)
     classes = first_class + local
     counts = (local >= first) & (classes < tiling.num_classes)
-    own = None if buckets is None else jax.lax.dynamic_slice_in_dim(buckets, start, size)
-    return body(carry, Tile(_columns(source, start, size), own, start, classes, counts)), None
+    own = buckets
+    columns = source
+    if size < num_classes:
+      own = None if buckets is None else jax.lax.dynamic_slice_in_dim(buckets, start, size)
+      columns = _columns(source, start, size)
+    return body(carry, Tile(columns, own, start, classes, counts)), None
 
+  if size == num_classes:
+    return step(carry, 0)[0]
   return jax.lax.scan(step, carry, jnp.arange(-(-num_classes // size)))[0]
 
 
@@ -266,7 +308,10 @@ def pull_from_tiles(
     axes = tiling.placement.batch if letters.endswith('k') else tiling.placement.vocab
     return total if axes is None else jax.lax.psum(total, axes)
 
-  total = fold(tiling, source, add, jax.tree.map(jnp.zeros_like, source), buckets)
+  if source.num_columns <= tiling.tile:
+    total = fold(tiling, source, lambda _, tile: pull(tile), None, buckets)
+  else:
+    total = fold(tiling, source, add, jax.tree.map(jnp.zeros_like, source), buckets)
   return jax.tree.map(over_devices, letters, total)
 
 

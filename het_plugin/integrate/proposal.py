@@ -1,0 +1,579 @@
+"""Where the samples of a softmax's loss are taken: around the noise that explains the label.
+
+The loss of one label needs p(y) = E[f(z)], f(z) = softmax(u(z))_y, z ~ N(0, I). Of each f(z), what
+is dear is the sum of exponentials over all K classes. So few classes stand for all (`Few`): their
+f_C(z) is near f(z), and costs C exponentials in place of K.
+
+  1. C classes are found, with weights. At a guess z1 of the posterior's mode, p_k is the softmax.
+     The C classes with the largest p_k / h_k are taken, where h_k in (0, 1) is a fixed sequence.
+     Each has the weight max(p_k, t) / p_k, with t the largest p_k / h_k that is left out. So the
+     probable ones are taken surely, and the rest stands for all other classes (priority sampling:
+     Duffield, Lund and Thorup 2007). The sum and the p-weighted mean of the noise of the rest are
+     set to those of all other classes.
+  2. A Gaussian q is fitted to the posterior f_C(z) N(z; 0, I): the closest one in
+     KL(q | posterior), by a few fixed-point steps (Opper and Archambeau 2009). Only a `SHARE` of
+     its precision is used, because its tails are lighter than the posterior's.
+  3. N points of q in pairs z_n+ and z_n-, mirrored at its mean, have the weights
+     w_n = f_C(z_n) N(z_n; 0, I) / (N q(z_n)), whose sum is p_C.
+  4. S / 2 pairs are chosen with the probabilities (w_n+ + w_n-) / p_C. With f / f_C the mean over
+     the pair, weighted by w,
+
+       p(y) ~ p_C / (S / 2) sum_s f / f_C
+
+     is unbiased whatever the few classes and q are, since a chosen pair has the mean
+     1 / p_C sum_n w_n f(z_n) / f_C(z_n). Its variance is that of f / f_C where the posterior is.
+     What is odd in z - mean cancels, most of all in the gradient. The logits of S points are sums
+     of S / 2 + 1 rows, that of the mean and those of the differences.
+
+What is chosen has no gradient: the gradient of the loss is that of the mean over the posterior.
+
+Where the noise is many times tau, the softmax is near a step and no Gaussian is near its posterior.
+There half of the points come from N(mean, I), which is as wide as the noise (a defensive mixture,
+Hesterberg 1995).
+
+B examples, K classes, C of them, T = R + 1 normals. A remainder 'diag' has Q normals in place of
+one: the fit takes the one along the direction that moves the label, and the samples draw the rest.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from het_plugin.integrate.draws import HIGHEST, principal_directions
+from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Linear, LowRank, project
+from het_plugin.integrate.placement import dims
+from het_plugin.integrate.samplers import Sampler
+from het_plugin.integrate.tiles import Tile, Tiling, fold, linear_location
+
+NUM_CLASSES = 64  # C
+MIN_POINTS = 64  # N, and at least `POINTS_PER_SAMPLE` S
+POINTS_PER_SAMPLE = 4
+NUM_FIT_STEPS = 3
+NUM_FIT_POINTS = 16
+NUM_BISECTIONS = 12
+SHARE = 0.5
+MAX_SHARES = 6.0  # of the precision, summed over the normals
+MAX_STEP = 2.0  # of the mean of q, in standard deviations of the noise
+SMALL_TAIL = 1e-3  # below this share of all classes, the mean of those left out is rounding
+GOLDEN = (
+  0.6180339887498949  # h_k = frac(k GOLDEN) fills (0, 1) evenly, whichever classes are probable
+)
+
+
+@struct.dataclass
+class Classes:
+  """Gaussian logits over tau of a range of t classes, as a function of T normals.
+
+  Attributes:
+    noise: with the remainder 'rank_one'; in the noise space [B, Q], or without a kernel of the
+      classes.
+    kernel: W [Q, t]; None if the noise is that of the classes.
+    location: mu [B, t]; None if it is made of the next three.
+    phi: [B, D].
+    location_kernel: [D, t]; None for that of the noise.
+    bias: [t].
+  """
+
+  noise: LowRank
+  kernel: jax.Array | None
+  location: jax.Array | None
+  phi: jax.Array | None = None
+  location_kernel: jax.Array | None = None
+  bias: jax.Array | None = None
+
+  @property
+  def num_columns(self) -> int:
+    """t."""
+    return (self.noise.diag if self.kernel is None else self.kernel).shape[-1]
+
+  def letters(self) -> 'Classes':
+    """Letters of the dimensions, for `Placement.shard_map`. Those with classes end with k."""
+    q = 'k' if self.kernel is None else 'q'
+    scale, loading = (None, 'br' + q) if self.noise.scale is None else ('b' + q, 'r' + q)
+
+    def of(x: jax.Array | None, letters: str) -> str | None:
+      return None if x is None else dims(letters)
+
+    return Classes(
+      LowRank(dims(scale), dims(loading), dims('b' + q)),
+      of(self.kernel, 'qk'),
+      of(self.location, 'bk'),
+      of(self.phi, 'bd'),
+      of(self.location_kernel, 'dk'),
+      of(self.bias, 'k'),
+    )
+
+  def mean(self) -> jax.Array:
+    """mu [B, t]."""
+    if self.location is not None:
+      return self.location
+    kernel = self.kernel if self.location_kernel is None else self.location_kernel
+    return _matmul(self.phi, kernel) + self.bias
+
+  def logits(self, z: jax.Array) -> jax.Array:
+    """u [B, t] of normals z [B, T]."""
+    eps = self.noise.noise(z[:, None])[:, 0]  # [B, Q]
+    return self.mean() + (eps if self.kernel is None else _matmul(eps, self.kernel))
+
+  def sum_of(self, weights: jax.Array) -> jax.Array:
+    """sum_k weights_k times the vector of class k in the noise space, [B, Q], of weights [B, t]."""
+    if self.kernel is None:
+      return weights
+    return jnp.einsum('bk,qk->bq', weights, self.kernel.astype(weights.dtype))
+
+  def at(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """mu [B, C] and the factors [B, T, C] of the classes at index int32 [B, C]."""
+    if self.kernel is None:
+      loading = self.noise.loading
+      if self.noise.scale is None:
+        loading = _take(loading, index)
+      else:
+        loading = jnp.moveaxis(loading[:, index], 0, 1) * _take(self.noise.scale, index)[:, None]
+      diag = _take(self.noise.diag, index)
+      factors = jnp.concatenate([loading, diag[:, None]], axis=1)
+    else:
+      columns = _columns(self.kernel, index, self.noise.diag.dtype)
+      rows = jnp.concatenate([self.noise.dense_loading(), self.noise.diag[:, None]], axis=1)
+      factors = jnp.einsum('btq,bcq->btc', rows, columns)
+    if self.location is not None:
+      return _take(self.location, index), factors
+    if self.location_kernel is not None:
+      columns = _columns(self.location_kernel, index, self.phi.dtype)
+    return jnp.einsum('bd,bcd->bc', self.phi, columns) + self.bias[index], factors
+
+
+def _matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """x [B, Q] times kernel [Q, t], in the kernel's compute type, accumulated in float32 or wider."""
+  return jnp.matmul(x.astype(kernel.dtype), kernel, preferred_element_type=x.dtype)
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+  """x [B, ..., t] at classes [B, C]: [B, ..., C]."""
+  index = index.reshape(index.shape[0], *(1,) * (x.ndim - 2), index.shape[1])
+  return jnp.take_along_axis(x, index, axis=-1)
+
+
+def _columns(kernel: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """Columns [B, C, Q] of a kernel [Q, t] at classes [B, C]."""
+  return jnp.moveaxis(kernel[:, index], 0, -1).astype(dtype)
+
+
+def classes_of(logits: GaussianLogits, noise: LowRank, in_tiles: bool) -> Classes:
+  """The classes of logits with noise over tau that has the remainder 'rank_one'.
+
+  In tiles, the location is made of phi and W, and never exists as a whole.
+  """
+  inverse = 1.0 / logits.temperature
+  linear = linear_location(logits)
+  if not isinstance(logits.projection, Linear):
+    return Classes(project(noise, logits.projection), None, logits.location * inverse)
+  kernel = logits.projection.kernel
+  if not in_tiles:
+    return Classes(noise, kernel, logits.location * inverse)
+  if linear is None:
+    raise ValueError('classes_of: the logits need a location phi W + b that they are made from')
+  own = None if linear is logits.projection else linear.kernel
+  return Classes(noise, kernel, None, linear.phi * inverse, own, linear.bias * inverse)
+
+
+@struct.dataclass
+class Few:
+  """Few classes that stand for all: f_C(z) = softmax(location + z factors) at the first one.
+
+  Attributes:
+    location: [B, C + 1], with the logarithm of the weights; the first one is the label.
+    factors: [B, T, C + 1].
+  """
+
+  location: jax.Array
+  factors: jax.Array
+
+  def log_p(self, z: jax.Array) -> jax.Array:
+    """log f_C [B, s] of normals z [B, s, T]."""
+    u = self.location[:, None] + jnp.einsum('bst,btc->bsc', z, self.factors)
+    return u[..., 0] - jax.nn.logsumexp(u, axis=-1)
+
+
+def few_classes(tiling: Tiling, classes: Classes, label: jax.Array | None) -> Few:
+  """The few classes for labels int32 [B]; without labels at the location, and the first is none."""
+  batch = classes.noise.diag.shape[0]
+  zero = jnp.zeros_like(classes.noise.diag, shape=(batch, classes.noise.num_normals))
+  if label is None:
+    of_label = jnp.full_like(zero[:, :1], PADDED), zero[..., None]
+    label = jnp.full(batch, -1)
+    z = zero
+  else:
+    of_label = classes.at(label[:, None])
+    z = _mode(tiling, classes, of_label)
+  largest, chosen, log_total, mean = _pass_at(tiling, classes, z, label)
+
+  # Weights of the classes. One whose p_k is at least t is taken surely.
+  threshold = largest[:, -1:]
+  chosen = chosen[:, :-1]
+  is_real = largest[:, :-1] > PADDED / 2
+  location, factors = classes.at(chosen)
+  u = location + jnp.einsum('bt,btc->bc', z, factors)
+  is_sure = (u >= threshold) & is_real
+  p_sure = jnp.where(is_sure, jnp.exp(u - log_total), 0.0)
+  p_other = jnp.where(is_real & ~is_sure, jnp.exp(threshold - log_total), 0.0)
+  share = 1.0 - p_sure.sum(axis=-1, keepdims=True)  # of all other classes
+  sampled = p_other.sum(axis=-1, keepdims=True)
+  is_large = (share > SMALL_TAIL) & (sampled > 0)
+  share = jnp.where(is_large, share, 1.0)
+  sampled = jnp.where(is_large, sampled, 1.0)
+  rest = mean - jnp.einsum('bc,btc->bt', p_sure, factors)
+  shift = rest / share - jnp.einsum('bc,btc->bt', p_other, factors) / sampled
+  shift = jnp.where(is_large, shift, 0.0)  # [B, T]
+  weight = jnp.log(share / sampled) + threshold - u - jnp.einsum('bt,bt->b', z, shift)[:, None]
+  weight = jnp.where(is_sure, 0.0, weight)
+  shift = jnp.where(is_sure[:, None], 0.0, shift[..., None])
+
+  location = jnp.where(is_real, location + weight, PADDED)
+  factors = jnp.where(is_real[:, None], factors + shift, 0.0)
+  return Few(
+    jnp.concatenate([of_label[0], location], axis=-1),
+    jnp.concatenate([of_label[1], factors], axis=-1),
+  )
+
+
+def _pass_at(
+  tiling: Tiling, classes: Classes, z: jax.Array, label: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """A pass over all classes but the label, with logits at z [B, T].
+
+  Returns:
+    The C + 1 largest priorities log(p_k / h_k) + log_total and their classes [B, C + 1]; the
+    log-sum-exp of the logits, [B, 1]; and the p-weighted mean of the factors, [B, T].
+  """
+  count = min(NUM_CLASSES, tiling.num_classes) + 1
+
+  def local(classes, z, label):
+    def body(carry, tile: Tile):
+      largest, chosen, top, total, mean = carry
+      counts = tile.counts & (tile.classes != label[:, None])
+      u = jnp.where(counts, tile.source.logits(z), PADDED)
+      high = jnp.maximum(top, u.max(axis=-1, keepdims=True))
+      e = jnp.exp(u - high)
+      shrink = jnp.exp(top - high)
+      total = total * shrink + e.sum(axis=-1, keepdims=True)
+      in_tile = tile.source.sum_of(e)
+      mean = in_tile if classes.kernel is None else mean * shrink + in_tile
+      rate = (tile.classes + 1).astype(u.dtype) * GOLDEN % 1.0 + 1e-6
+      new, index = jax.lax.top_k(u - jnp.log(rate), min(count, u.shape[-1]))
+      new_classes = tile.classes[index].astype(jnp.int32)
+      return *_largest(count, [largest, new], [chosen, new_classes]), high, total, mean
+
+    like = jnp.zeros_like(z[:, :1])
+    start = (
+      jnp.full_like(like, 2 * PADDED, shape=(len(z), count)),
+      jnp.zeros_like(like, jnp.int32, shape=(len(z), count)),
+      jnp.full_like(like, 2 * PADDED),
+      like,
+      jnp.zeros_like(classes.noise.diag),
+    )
+    largest, chosen, top, total, mean = fold(tiling, classes, body, start)
+    top, scale = tiling.highest(top)
+    total = tiling.sum_of_shards(total * scale)
+    mean = tiling.sum_of_shards(_pull(classes.noise, mean * scale)) / total
+    if tiling.placement.vocab is not None:
+      of_all = [
+        jax.lax.all_gather(x, tiling.placement.vocab, axis=1, tiled=True) for x in (largest, chosen)
+      ]
+      largest, chosen = _largest(count, [of_all[0]], [of_all[1]])
+    return largest, chosen, top + jnp.log(total), mean
+
+  inputs = classes.letters(), dims('bt'), dims('b')
+  outputs = dims('bc'), dims('bc'), dims('bn'), dims('bt')
+  return tiling.placement.shard_map(local, inputs, outputs)(classes, z, label)
+
+
+def _largest(
+  count: int, values: list[jax.Array], classes: list[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+  """The largest of some values [B, n], and the classes [B, n] that have them, [B, count]."""
+  largest, index = jax.lax.top_k(jnp.concatenate(values, axis=-1), count)
+  return largest, jnp.take_along_axis(jnp.concatenate(classes, axis=-1), index, axis=-1)
+
+
+def _pull(noise: LowRank, vector: jax.Array) -> jax.Array:
+  """The factors times a vector [B, Q] of the noise space, [B, T]."""
+  zero = jnp.zeros_like(vector, shape=(vector.shape[0], 1, noise.num_normals))
+  return jax.vjp(noise.noise, zero)[1](vector[:, None])[0][:, 0]
+
+
+def _mode(tiling: Tiling, classes: Classes, of_label: tuple[jax.Array, jax.Array]) -> jax.Array:
+  """The mode z1 [B, T] of the posterior along the factors g of the label, as if all other classes
+  had no noise: z1 = a g with a = 1 - softmax(mu + a |g|^2 e_y)_y.
+  """
+
+  mu, factors = of_label
+
+  def local(classes):
+    def body(carry, tile: Tile):
+      top, total = carry
+      u = tile.masked(tile.source.mean())
+      high = jnp.maximum(top, u.max(axis=-1, keepdims=True))
+      return high, total * jnp.exp(top - high) + jnp.exp(u - high).sum(axis=-1, keepdims=True)
+
+    zero = jnp.zeros_like(classes.noise.diag[:, :1])
+    top, total = fold(tiling, classes, body, (zero + 2 * PADDED, zero))
+    top, scale = tiling.highest(top)
+    return top, jnp.log(tiling.sum_of_shards(total * scale))
+
+  run = tiling.placement.shard_map(local, (classes.letters(),), (dims('bn'), dims('bn')))
+  top, log_total = run(classes)
+  log_p = (mu - top) - log_total
+  log_odds = log_p - jnp.log1p(-jnp.minimum(jnp.exp(log_p), 1.0 - 1e-6))  # [B, 1]
+  size = jnp.square(factors).sum(axis=1)
+
+  def halve(_, ends):
+    low, high = ends
+    a = 0.5 * (low + high)
+    is_high = a > jax.nn.sigmoid(-(log_odds + a * size))
+    return jnp.where(is_high, low, a), jnp.where(is_high, a, high)
+
+  low, _ = jax.lax.fori_loop(0, NUM_BISECTIONS, halve, (jnp.zeros_like(mu), jnp.ones_like(mu)))
+  return low * factors[..., 0]
+
+
+@struct.dataclass
+class Gaussian:
+  """The q of the module docstring: z = mean + x inverse with x ~ N(0, I).
+
+  Attributes:
+    mean: [B, T].
+    lower: L [B, T, T] of the precision L L^T.
+    inverse: of L.
+    is_mixed: bool [B, 1], whether half of the points come from N(0, I).
+  """
+
+  mean: jax.Array
+  lower: jax.Array
+  inverse: jax.Array
+  is_mixed: jax.Array
+
+  def points(self, x: jax.Array, is_wide: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Differences z - mean [B, s, T] and log q(z) without the constant of N(0, I) [B, s].
+
+    Args:
+      x: normals [B, s, T].
+      is_wide: bool [s], those that a mixture takes from N(mean, I).
+    """
+    away = jnp.einsum('bsn,bnt->bst', x, self.inverse)
+    away = jnp.where(self.is_mixed[..., None] & is_wide[:, None], x, away)
+    x = jnp.einsum('bst,btn->bsn', away, self.lower)
+    log_root = jnp.log(jnp.diagonal(self.lower, axis1=-2, axis2=-1)).sum(axis=-1)[:, None]
+    log_q = log_root - 0.5 * jnp.square(x).sum(axis=-1)
+    log_wide = -0.5 * jnp.square(away).sum(axis=-1)
+    mixed = jnp.logaddexp(log_q, log_wide) + math.log(0.5)
+    return away, jnp.where(self.is_mixed, mixed, log_q)
+
+
+def fit(few: Few) -> Gaussian:
+  """The q of few classes. With N_k the factors of class k and p = softmax(u), at the solution
+
+  mean = E_q[N_y - sum_k p_k N_k],    precision = I + E_q[sum_k p_k N_k N_k^T - (N p) (N p)^T]
+  """
+  # What all classes share is seen by no softmax, and would cancel in float32.
+  shared = jnp.einsum('bc,btc->bt', jax.nn.softmax(few.location), few.factors)
+  factors = few.factors - shared[..., None]
+  batch, num_normals, _ = factors.shape
+  # Antithetic constants; NumPy promises that their values stay.
+  half = np.random.RandomState(0).normal(size=(NUM_FIT_POINTS // 2, num_normals))
+  x = jnp.asarray(np.concatenate([half, -half]), factors.dtype)
+  eye = jnp.broadcast_to(
+    jnp.eye(num_normals, dtype=factors.dtype), (batch, num_normals, num_normals)
+  )
+
+  def curvature_at(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The gradient of log softmax_y [B, T] and minus its Hessian [B, T, T], at the mean of z."""
+    p = jax.nn.softmax(few.location[:, None] + jnp.einsum('bst,btc->bsc', z, factors))
+    mean = p.mean(axis=1)  # [B, C]
+    each = jnp.einsum('bsc,btc->bst', p, factors)
+    second = jnp.einsum('btc,buc->btu', factors * mean[:, None], factors)
+    return factors[..., 0] - each.mean(axis=1), second - jnp.einsum(
+      'bst,bsu->btu', each, each
+    ) / z.shape[1]
+
+  def move(_, state):
+    mean, _, inverse = state
+    z = mean[:, None] + jnp.einsum('sn,bnt->bst', x, inverse)
+    slope, curvature = curvature_at(z)
+    inverse = _root(eye + curvature, eye)[1]
+    half_step = jnp.einsum('bnt,bt->bn', inverse, slope - mean)
+    step = jnp.einsum('bn,bnt->bt', half_step, inverse)
+    length = jnp.linalg.norm(step, axis=-1, keepdims=True)
+    step = step * jnp.minimum(1.0, MAX_STEP / jnp.where(length > 0, length, 1.0))
+    return mean + jnp.where(jnp.isfinite(step), step, 0.0), curvature, inverse
+
+  zero = jnp.zeros_like(factors[..., 0])
+  state = zero, jnp.zeros_like(eye), eye * 0.0
+  _, curvature, _ = state = jax.lax.fori_loop(0, NUM_FIT_STEPS, move, state)
+  shares = SHARE * jnp.trace(curvature, axis1=1, axis2=2)[:, None]
+  lower, inverse = _root(eye + SHARE * curvature, eye)
+  return Gaussian(state[0], lower, inverse, ~(shares <= MAX_SHARES))
+
+
+def _root(matrix: jax.Array, eye: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """L of a matrix L L^T [B, T, T], and its inverse; I where rounding leaves none."""
+  lower = jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
+  diagonal = jnp.diagonal(lower, axis1=-2, axis2=-1)[..., None]
+  inverse = eye / diagonal
+  place = np.arange(matrix.shape[-1])
+  # Blocks of 1, 2, 4, ... rows: the inverse of [[A, 0], [B, C]] has -C^-1 B A^-1 below A^-1. A CPU
+  # takes 20 times as long for a triangular solve.
+  for level in range((len(place) - 1).bit_length()):
+    block = place >> level
+    is_pair = (block[:, None] // 2 == block // 2) & (block[:, None] > block)
+    below = jnp.where(is_pair, lower, 0.0)
+    step = jnp.einsum('btu,buv->btv', below, inverse, precision=HIGHEST)
+    inverse = inverse - jnp.einsum('btu,buv->btv', inverse, step, precision=HIGHEST)
+  is_finite = jnp.isfinite(inverse).all(axis=(1, 2), keepdims=True)
+  return jnp.where(is_finite, lower, eye), jnp.where(is_finite, inverse, eye)
+
+
+@struct.dataclass
+class Chosen:
+  """The chosen points of a loss, in the place of `draws.Draws`: those with numbers below S / 2 are
+  mean + away, and the others mean - away.
+
+  Attributes:
+    keys: as in `Draws`.
+    mean: of q, [B, T].
+    away: [B, S / 2, T].
+    log_weights: log p_C - log f_C(z), and that of twice the share in the pair, [B, S].
+    direction: of the remainder 'diag', [B, Q] of length 1, along which the last of the T normals
+      is; None for the remainder 'rank_one'.
+  """
+
+  keys: jax.Array
+  mean: jax.Array
+  away: jax.Array
+  log_weights: jax.Array
+  direction: jax.Array | None = None
+
+  @property
+  def num_pairs(self) -> int:
+    """S / 2."""
+    return self.away.shape[1]
+
+  def letters(self) -> 'Chosen':
+    """As in `Draws`."""
+    keys = dims('1' if self.keys.shape[0] == 1 else 'b')
+    direction = None if self.direction is None else dims('bq')
+    return Chosen(keys, dims('bt'), dims('bst'), dims('bs'), direction)
+
+  def mean_and_away(
+    self, sampler: Sampler, pair: jax.Array, num_normals: int
+  ) -> tuple[jax.Array, jax.Array]:
+    """Mean [B, 1, num_normals] and differences [B, s, num_normals] of pairs with numbers [s]."""
+    away = jnp.take(self.away, pair, axis=1, mode='clip')
+    mean = self.mean[:, None]
+    if self.direction is None:
+      return mean, away
+    rest = sampler(_folded(self.keys, 1), pair, num_normals - away.shape[-1] + 1)
+    rest = jnp.broadcast_to(rest.astype(away.dtype), (*away.shape[:2], rest.shape[-1]))
+    along = jnp.einsum('bsq,bq->bs', rest, self.direction)
+    rest = rest + (away[..., -1] - along)[..., None] * self.direction[:, None]
+    of_mean = mean[..., -1:] * self.direction[:, None]
+    mean = jnp.concatenate([mean[..., :-1], of_mean], axis=-1)
+    return mean, jnp.concatenate([away[..., :-1], rest], axis=-1)
+
+  def normals(self, sampler: Sampler, sample_index: jax.Array, num_normals: int) -> jax.Array:
+    """z [B, s, num_normals]."""
+    mean, away = self.mean_and_away(sampler, sample_index % self.num_pairs, num_normals)
+    return mean + jnp.where(sample_index < self.num_pairs, 1.0, -1.0)[:, None] * away
+
+  def log_weight(self, sample_index: jax.Array) -> jax.Array:
+    """[B, s], of the points with numbers [s]."""
+    return jnp.take(self.log_weights, sample_index, axis=1, mode='clip')
+
+
+def _folded(keys: jax.Array, number: int) -> jax.Array:
+  return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
+
+
+def choose(
+  tiling: Tiling,
+  logits: GaussianLogits,
+  label: jax.Array,
+  keys: jax.Array,
+  sampler: Sampler,
+  num_samples: int,
+) -> Chosen:
+  """The points of a loss.
+
+  Args:
+    tiling: how classes are cut.
+    logits: with noise, and a known projection.
+    label: int32 [B], class ids; anything where there is none.
+    keys: typed PRNG keys [B], or [1].
+    sampler: of the points of q.
+    num_samples: S.
+  """
+  logits = jax.lax.stop_gradient(logits)
+  label = jnp.clip(label, 0, logits.num_classes - 1)
+  noise, direction = along_label(logits, label)
+  few = few_classes(tiling, classes_of(logits, noise, not tiling.is_whole), label)
+  q = fit(few)
+  num_pairs = -(-num_samples // 2)
+  count = max(MIN_POINTS, POINTS_PER_SAMPLE * num_samples) // 2
+  index = jnp.arange(count)
+  batch, num_normals, _ = few.factors.shape
+  x = sampler(keys, index, num_normals).astype(few.factors.dtype)
+  away, log_q = q.points(jnp.broadcast_to(x, (batch, *x.shape[1:])), index >= count // 2)
+  z = jnp.concatenate([q.mean[:, None] + away, q.mean[:, None] - away], axis=1)
+  log_p = few.log_p(z)
+  log_w = log_p - 0.5 * jnp.square(z).sum(axis=-1) - jnp.concatenate([log_q, log_q], axis=-1)
+  log_pair = jnp.logaddexp(log_w[:, :count], log_w[:, count:])
+  log_total = jax.nn.logsumexp(log_pair, axis=-1, keepdims=True)
+
+  # One of S / 2 equal parts of the cumulative weights each, all moved alike (systematic sampling).
+  offset = jax.vmap(jax.random.uniform)(_folded(keys, 2)).astype(log_w.dtype)
+  places = (jnp.arange(num_pairs, dtype=log_w.dtype) + offset[:, None]) / num_pairs
+  cumulative = jnp.cumsum(jnp.exp(log_pair - log_total), axis=-1)
+  places = jnp.broadcast_to(places, (batch, num_pairs)) * cumulative[:, -1:]
+  pair = jnp.clip(jax.vmap(jnp.searchsorted)(cumulative, places), 0, count - 1)
+  # log p_C / f_C(z) plus the logarithm of twice the share in the pair
+  log_weights = (log_w - log_p).reshape(batch, 2, count) - log_pair[:, None]
+  log_weights += (log_total - math.log(count))[..., None]
+  log_weights = jnp.take_along_axis(log_weights, pair[:, None], axis=2).reshape(batch, -1)
+  away = jnp.take_along_axis(away, pair[..., None], axis=1)
+  return jax.lax.stop_gradient(Chosen(keys, q.mean, away, log_weights, direction))
+
+
+def along_label(logits: GaussianLogits, label: jax.Array) -> tuple[LowRank, jax.Array | None]:
+  """The noise over tau with the remainder 'rank_one': a remainder 'diag' keeps its part along the
+  direction [B, Q] that moves the label, which is returned too.
+  """
+  noise = logits.noise.scaled(1.0 / logits.temperature)
+  if noise.remainder == 'rank_one':
+    return noise, None
+  if isinstance(logits.projection, Linear):
+    vector = logits.projection.kernel[:, label].T.astype(noise.diag.dtype)  # [B, Q]
+  else:
+    place = label if logits.projection is None else logits.projection.buckets[label]
+    vector = jax.nn.one_hot(place, noise.diag.shape[-1], dtype=noise.diag.dtype)
+  direction = noise.diag * vector
+  length = jnp.linalg.norm(direction, axis=-1, keepdims=True)
+  direction = direction / jnp.where(length > 0, length, 1.0)
+  return dataclasses.replace(noise, diag=noise.diag * direction, remainder='rank_one'), direction
+
+
+def directions(tiling: Tiling, logits: GaussianLogits) -> jax.Array:
+  """The principal directions of the noise at the location, [B, m, num_normals], over few classes.
+
+  With a remainder 'diag', those of its factors.
+  """
+  logits = jax.lax.stop_gradient(logits)
+  num_normals = logits.noise.num_normals
+  noise = logits.noise.scaled(1.0 / logits.temperature)
+  if noise.remainder == 'diag':
+    noise = dataclasses.replace(noise, diag=jnp.zeros_like(noise.diag), remainder='rank_one')
+  few = few_classes(tiling, classes_of(logits, noise, not tiling.is_whole), None)
+  found = principal_directions(few.location, few.factors)
+  return jnp.pad(found, ((0, 0), (0, 0), (0, num_normals - found.shape[-1])))
