@@ -403,7 +403,7 @@ def fit(few: Few) -> Gaussian:
     mean, _, inverse = state
     z = mean[:, None] + jnp.einsum('sn,bnt->bst', x, inverse)
     slope, curvature = curvature_at(z)
-    inverse = _root(eye + curvature, eye)[1]
+    inverse = root_of(eye + curvature, eye)[1]
     half_step = jnp.einsum('bnt,bt->bn', inverse, slope - mean)
     step = jnp.einsum('bn,bnt->bt', half_step, inverse)
     length = jnp.linalg.norm(step, axis=-1, keepdims=True)
@@ -414,11 +414,11 @@ def fit(few: Few) -> Gaussian:
   state = zero, jnp.zeros_like(eye), eye * 0.0
   _, curvature, _ = state = jax.lax.fori_loop(0, NUM_FIT_STEPS, move, state)
   shares = SHARE * jnp.trace(curvature, axis1=1, axis2=2)[:, None]
-  lower, inverse = _root(eye + SHARE * curvature, eye)
+  lower, inverse = root_of(eye + SHARE * curvature, eye)
   return Gaussian(state[0], lower, inverse, ~(shares <= MAX_SHARES))
 
 
-def _root(matrix: jax.Array, eye: jax.Array) -> tuple[jax.Array, jax.Array]:
+def root_of(matrix: jax.Array, eye: jax.Array) -> tuple[jax.Array, jax.Array]:
   """L of a matrix L L^T [B, T, T], and its inverse; I where rounding leaves none."""
   lower = jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
   diagonal = jnp.diagonal(lower, axis1=-2, axis2=-1)[..., None]
