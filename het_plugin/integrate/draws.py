@@ -69,7 +69,7 @@ def principal_directions(location: jax.Array, factors: jax.Array) -> jax.Array:
   # A constant of the program, which then needs no keys; NumPy promises that its values stay.
   start = np.random.RandomState(0).normal(size=(min(NUM_DIRECTIONS, num_normals), num_normals))
   start = jnp.asarray(start.astype(np.float32), factors.dtype)
-  directions = jnp.broadcast_to(start, (len(factors), *start.shape))
+  directions = jnp.broadcast_to(start, (factors.shape[0], *start.shape))
   for _ in range(NUM_ROUNDS):
     noise = jnp.einsum('bmt,btc->bmc', directions, centred)
     directions = jnp.einsum('bmc,btc->bmt', p * noise, centred)

@@ -269,8 +269,8 @@ def _pass_at(
 
     like = jnp.zeros_like(z[:, :1])
     start = (
-      jnp.full_like(like, 2 * PADDED, shape=(len(z), count)),
-      jnp.zeros_like(like, jnp.int32, shape=(len(z), count)),
+      jnp.full_like(like, 2 * PADDED, shape=(z.shape[0], count)),
+      jnp.zeros_like(like, jnp.int32, shape=(z.shape[0], count)),
       jnp.full_like(like, 2 * PADDED),
       like,
       jnp.zeros_like(classes.noise.diag),
@@ -385,9 +385,9 @@ def fit(few: Few) -> Gaussian:
   # Antithetic constants; NumPy promises that their values stay.
   half = np.random.RandomState(0).normal(size=(NUM_FIT_POINTS // 2, num_normals))
   x = jnp.asarray(np.concatenate([half, -half]), factors.dtype)
-  eye = jnp.broadcast_to(
-    jnp.eye(num_normals, dtype=factors.dtype), (batch, num_normals, num_normals)
-  )
+  # With zeros of the factors, because inside a `jax.shard_map` these may vary along an axis.
+  square = jnp.zeros_like(factors, shape=(batch, num_normals, num_normals))
+  eye = square + jnp.eye(num_normals, dtype=factors.dtype)
 
   def curvature_at(z: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The gradient of log softmax_y [B, T] and minus its Hessian [B, T, T], at the mean of z."""
@@ -411,7 +411,7 @@ def fit(few: Few) -> Gaussian:
     return mean + jnp.where(jnp.isfinite(step), step, 0.0), curvature, inverse
 
   zero = jnp.zeros_like(factors[..., 0])
-  state = zero, jnp.zeros_like(eye), eye * 0.0
+  state = zero, square, square
   _, curvature, _ = state = jax.lax.fori_loop(0, NUM_FIT_STEPS, move, state)
   shares = SHARE * jnp.trace(curvature, axis1=1, axis2=2)[:, None]
   lower, inverse = root_of(eye + SHARE * curvature, eye)
@@ -537,7 +537,9 @@ def choose(
   places = (jnp.arange(num_pairs, dtype=log_w.dtype) + offset[:, None]) / num_pairs
   cumulative = jnp.cumsum(jnp.exp(log_pair - log_total), axis=-1)
   places = jnp.broadcast_to(places, (batch, num_pairs)) * cumulative[:, -1:]
-  pair = jnp.clip(jax.vmap(jnp.searchsorted)(cumulative, places), 0, count - 1)
+  # A count, since inside a `jax.shard_map` JAX refuses `jnp.searchsorted`.
+  pair = (cumulative[:, None] < places[..., None]).sum(axis=-1, dtype=jnp.int32)
+  pair = jnp.minimum(pair, count - 1)
   # log p_C / f_C(z) plus the logarithm of twice the share in the pair
   log_weights = (log_w - log_p).reshape(batch, 2, count) - log_pair[:, None]
   log_weights += (log_total - math.log(count))[..., None]

@@ -560,10 +560,8 @@ def compile_sharded_loss(name, link, integrator, mesh):
   ],
 )
 @pytest.mark.parametrize('platform', ['cpu', pytest.param('tpu', marks=pytest.mark.slow)])
-def test_shards_do_not_talk_inside_the_sample_loop(platform, name, link, num_samples, monkeypatch):
+def test_shards_do_not_talk_inside_the_sample_loop(platform, name, link, num_samples):
   """On a CPU; and on 8 TPU v5e, compiled for ahead of time. 64 samples are rotated and tilted."""
-  # In the loop of a fit shards do talk.
-  monkeypatch.setattr('het_plugin.integrate.draws.MAX_LOOP_CLASSES', 0)
   devices = tpu_devices() if platform == 'tpu' else jax.devices()
   mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 4), ('data', 'model'))
   sampler = 'sobol' if num_samples == 64 else 'iid'

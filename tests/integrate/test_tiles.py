@@ -16,7 +16,6 @@ from het_plugin.integrate import (
   GaussianLogits,
   Integrator,
   LowRank,
-  draws,
   example_keys,
   shared_key,
   top_class,
@@ -139,22 +138,6 @@ def test_settings_change_no_result(settings):
   whole = dataclasses.replace(tiled, class_tile=None)
   expected = value_and_gradient(whole, head, params, phi, LABELS)
   assert_close(value_and_gradient(tiled, head, params, phi, LABELS), expected, 1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('tile', [None, TILE])
-def test_the_steps_of_a_fit_one_after_the_other_are_those_of_its_loop(tile, monkeypatch):
-  """The points of a loss and their weights follow the fit, and no gradient flows through it."""
-  head, params, phi = problem('het_xl', 'softmax')
-  keys = example_keys(jax.random.key(2), jnp.arange(B))
-
-  def nll(params):
-    logits = head.apply({'params': params}, phi)
-    return Integrator(4, class_tile=tile).nll(logits, jnp.asarray(LABELS), keys)
-
-  expected = jax.jit(lambda params: nll(params))(params)
-  monkeypatch.setattr(draws, 'MAX_LOOP_CLASSES', 0)
-  assert_close(jax.jit(lambda params: nll(params))(params), expected, 1e-4)
 
 
 @pytest.mark.slow
