@@ -218,7 +218,7 @@ class Integrator:
     logits = checked(logits)
     if hashed.has_fewer_buckets(logits):
       logits = hashed.shares_of(logits)[0].logits(logits)
-    return self._draws(logits, keys)
+    return self._draws_of_all(logits, keys)
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | Draws | None = None) -> jax.Array:
     """log p(k | x) of every class.
@@ -396,22 +396,27 @@ class Integrator:
     tiling: Tiling | None = None,
   ) -> Draws | proposal.Chosen:
     """Where the samples are taken; labels [B, L] if only their probabilities are wanted."""
-    of_caller = isinstance(keys, Draws)
-    keys_of_caller = keys.keys if of_caller else keys
     self._is_exact(logits)  # refuses where method='exact' cannot be met
-    checked_keys = samplers.checked_keys('Integrator', keys_of_caller, logits.location.shape[0])
-    if of_caller:
-      return keys
-    keys = checked_keys
-    if not self._is_refined(logits):
-      return Draws(keys)
+    is_one_label = labels is not None and labels.shape[-1] == 1
+    of_caller = isinstance(keys, Draws)
+    if not is_one_label or of_caller or not self._is_tilted or not self._is_refined(logits):
+      return self._draws_of_all(logits, keys, tiling)
+    keys = samplers.checked_keys('Integrator', keys, logits.location.shape[0])
     tiling = tiling or _one_tile(logits)
-    if labels is not None and labels.shape[-1] == 1 and self._is_tilted:
-      label = labels[:, 0]
-      return proposal.choose(tiling, logits, label, keys, self._sampler, self.num_samples)
-    if self._is_rotated:
-      return Draws(keys, rotation_to(proposal.directions(tiling, logits)))
-    return Draws(keys)
+    return proposal.choose(tiling, logits, labels[:, 0], keys, self._sampler, self.num_samples)
+
+  def _draws_of_all(
+    self, logits: GaussianLogits, keys: jax.Array | Draws | None, tiling: Tiling | None = None
+  ) -> Draws:
+    """Where samples of all classes' probabilities are taken."""
+    batch = logits.location.shape[0]
+    if isinstance(keys, Draws):
+      samplers.checked_keys('Integrator', keys.keys, batch)
+      return keys
+    keys = samplers.checked_keys('Integrator', keys, batch)
+    if not self._is_rotated or not self._is_refined(logits):
+      return Draws(keys)
+    return Draws(keys, rotation_to(proposal.directions(tiling or _one_tile(logits), logits)))
 
   def _plan(self, logits, draws, chunk_size):
     count = self.num_samples

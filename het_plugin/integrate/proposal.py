@@ -37,6 +37,7 @@ one: the fit takes the one along the direction that moves the label, and the sam
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ import numpy as np
 from flax import struct
 
 from het_plugin.integrate.draws import HIGHEST, principal_directions
-from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Linear, LowRank, project
+from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Hashed, Linear, LowRank, project
 from het_plugin.integrate.placement import dims
 from het_plugin.integrate.samplers import Sampler
 from het_plugin.integrate.tiles import Tile, Tiling, fold, linear_location
@@ -95,7 +96,7 @@ class Classes:
     q = 'k' if self.kernel is None else 'q'
     scale, loading = (None, 'br' + q) if self.noise.scale is None else ('b' + q, 'r' + q)
 
-    def of(x: jax.Array | None, letters: str) -> str | None:
+    def of(x: jax.Array | None, letters: str) -> Any:
       return None if x is None else dims(letters)
 
     return Classes(
@@ -112,6 +113,8 @@ class Classes:
     if self.location is not None:
       return self.location
     kernel = self.kernel if self.location_kernel is None else self.location_kernel
+    if self.phi is None or self.bias is None or kernel is None:
+      raise ValueError('Classes: there must be a location, or phi, a kernel and a bias')
     return _matmul(self.phi, kernel) + self.bias
 
   def logits(self, z: jax.Array) -> jax.Array:
@@ -141,6 +144,9 @@ class Classes:
       factors = jnp.einsum('btq,bcq->btc', rows, columns)
     if self.location is not None:
       return _take(self.location, index), factors
+    if self.phi is None or self.bias is None or self.kernel is None:
+      raise ValueError('Classes: there must be a location, or phi, a kernel and a bias')
+    columns = _columns(self.kernel, index, self.phi.dtype)
     if self.location_kernel is not None:
       columns = _columns(self.location_kernel, index, self.phi.dtype)
     return jnp.einsum('bd,bcd->bc', self.phi, columns) + self.bias[index], factors
@@ -174,7 +180,7 @@ def classes_of(logits: GaussianLogits, noise: LowRank, in_tiles: bool) -> Classe
   kernel = logits.projection.kernel
   if not in_tiles:
     return Classes(noise, kernel, logits.location * inverse)
-  if linear is None:
+  if linear is None or linear.phi is None or linear.bias is None:
     raise ValueError('classes_of: the logits need a location phi W + b that they are made from')
   own = None if linear is logits.projection else linear.kernel
   return Classes(noise, kernel, None, linear.phi * inverse, own, linear.bias * inverse)
@@ -532,14 +538,18 @@ def choose(
   log_pair = jnp.logaddexp(log_w[:, :count], log_w[:, count:])
   log_total = jax.nn.logsumexp(log_pair, axis=-1, keepdims=True)
 
-  # One of S / 2 equal parts of the cumulative weights each, all moved alike (systematic sampling).
+  # One of S / 2 equal parts of the cumulative weights each, all moved alike (systematic sampling),
+  # from short differences to long ones. In the order of Sobol's sequence every n-th pair would
+  # come from one part of the cube.
+  by_length = jnp.argsort(jnp.square(away).sum(axis=-1), axis=-1)
   offset = jax.vmap(jax.random.uniform)(_folded(keys, 2)).astype(log_w.dtype)
   places = (jnp.arange(num_pairs, dtype=log_w.dtype) + offset[:, None]) / num_pairs
-  cumulative = jnp.cumsum(jnp.exp(log_pair - log_total), axis=-1)
+  weights = jnp.take_along_axis(jnp.exp(log_pair - log_total), by_length, axis=-1)
+  cumulative = jnp.cumsum(weights, axis=-1)
   places = jnp.broadcast_to(places, (batch, num_pairs)) * cumulative[:, -1:]
   # A count, since inside a `jax.shard_map` JAX refuses `jnp.searchsorted`.
   pair = (cumulative[:, None] < places[..., None]).sum(axis=-1, dtype=jnp.int32)
-  pair = jnp.minimum(pair, count - 1)
+  pair = jnp.take_along_axis(by_length, jnp.minimum(pair, count - 1), axis=-1)
   # log p_C / f_C(z) plus the logarithm of twice the share in the pair
   log_weights = (log_w - log_p).reshape(batch, 2, count) - log_pair[:, None]
   log_weights += (log_total - math.log(count))[..., None]
@@ -558,7 +568,8 @@ def along_label(logits: GaussianLogits, label: jax.Array) -> tuple[LowRank, jax.
   if isinstance(logits.projection, Linear):
     vector = logits.projection.kernel[:, label].T.astype(noise.diag.dtype)  # [B, Q]
   else:
-    place = label if logits.projection is None else logits.projection.buckets[label]
+    is_hashed = isinstance(logits.projection, Hashed)
+    place = logits.projection.buckets[label] if is_hashed else label
     vector = jax.nn.one_hot(place, noise.diag.shape[-1], dtype=noise.diag.dtype)
   direction = noise.diag * vector
   length = jnp.linalg.norm(direction, axis=-1, keepdims=True)

@@ -139,7 +139,7 @@ def _softmax_pass(tiling, source, z, labels, keep):
       return high, total, at + at_new
 
     x = source.x
-    shape = (1, len(x), source.num_samples) if z is None else z.shape[:3]
+    shape = (1, x.shape[0], source.num_samples) if z is None else z.shape[:3]
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     zero = jnp.zeros_like(x, dtype, shape=shape)
     at = jnp.zeros_like(x, dtype, shape=(*shape, labels.shape[-1]))
@@ -163,7 +163,8 @@ def _over_shards(tiling, top, total, at):
 
 
 def _softmax_sums_fwd(tiling, source, z, labels):
-  sums, kept = _softmax_pass(tiling, source, z, labels, keep=tiling.is_whole)
+  is_one_tile = source.num_columns <= tiling.tile
+  sums, kept = _softmax_pass(tiling, source, z, labels, keep=is_one_tile)
   return sums, (source, z, labels, *sums[:2], kept)
 
 

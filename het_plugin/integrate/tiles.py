@@ -170,7 +170,7 @@ class Tile:
     counts: bool [t], False at padding and at classes that an earlier tile had.
   """
 
-  source: Source
+  source: Any
   buckets: jax.Array | None
   start: jax.Array
   classes: jax.Array

@@ -318,7 +318,7 @@ def test_jacobians_in_both_modes(problem):
 
 OPTIMIZERS = {
   'lbfgs': lambda: optax.lbfgs(),
-  'muon': lambda: optax.contrib.muon(0.05),
+  'muon': lambda: optax.contrib.muon(0.1),
   'schedule_free': lambda: optax.contrib.schedule_free_adamw(0.1),
   'sam': lambda: optax.contrib.sam(
     optax.adam(0.1),

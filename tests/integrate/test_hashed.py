@@ -95,7 +95,7 @@ def test_a_bucket_far_below_the_others_keeps_its_loss():
   params = params | {'bias': jnp.where(is_low, -200.0, 0.0)}
   logits = jax.jit(head.apply)({'params': params}, phi)
   labels = jnp.full(B, 3, jnp.int32)
-  nll = jax.jit(Integrator(33, tilt=False).nll)
+  nll = jax.jit(Integrator(33, tilt=False, rotate=False).nll)
   found = nll(logits, labels, KEYS)
   assert found.min() > 190
   np.testing.assert_allclose(found, nll(of_classes(logits), labels, KEYS), rtol=1e-5)
