@@ -34,6 +34,7 @@ _ROOMS = {
     'Integrator',
     'Location',
     'antithetic',
+    'cross_entropy',
     'example_keys',
     'iid',
     'shared_key',

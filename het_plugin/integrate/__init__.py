@@ -1,6 +1,7 @@
 """Gaussian logits, the expectation of their softmax or sigmoid, and the softmax over a batch."""
 
 from het_plugin.integrate.batch_softmax import BatchSoftmax, symmetric_nll
+from het_plugin.integrate.cross_entropy import cross_entropy
 from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.gaussian import (
   LINKS,
@@ -65,6 +66,7 @@ __all__ = [
   'antithetic',
   'apply_projection',
   'batch_nll',
+  'cross_entropy',
   'entropy',
   'example_keys',
   'iid',

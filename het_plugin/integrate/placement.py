@@ -127,7 +127,7 @@ def on_mesh_of_caller(function, result: str, logits, *args):
     *args: arrays or None.
   """
   if in_shard_map():
-    logits, args = _varying_alike((logits, args))
+    logits, args = varying_alike((logits, args))
   if logits.location.shape[0] == 0:  # nothing to compute, and a dimension of -1 would be unknown
     return logits.location if result == 'bk' else logits.location[:, 0]
   sharding = jax.typeof(logits.location).sharding
@@ -138,7 +138,7 @@ def on_mesh_of_caller(function, result: str, logits, *args):
   return jax.sharding.auto_axes(function, axes=explicit, out_sharding=sharding)(logits, *args)
 
 
-def _varying_alike(tree):
+def varying_alike(tree):
   varying = jax.tree.map(lambda x: jax.typeof(x).mat.varying, tree)
   axes = frozenset().union(*jax.tree.leaves(varying, is_leaf=lambda x: isinstance(x, frozenset)))
   return jax.tree.map(

@@ -1,0 +1,624 @@
+"""Cross-entropy of a linear classifier in tiles of classes: a loss for any trainer.
+
+    u = phi W + b [N, K],    t [N, K] the targets, T = sum_k t_k
+
+    softmax   loss = T log sum_k exp(u_k) - sum_k t_k u_k,    d loss / d u_k = T p_k - t_k
+    sigmoid   loss = sum_k log(1 + exp(u_k)) - t_k u_k,       d loss / d u_k = sigmoid(u_k) - t_k
+
+Two loops over tiles of classes. The first finds the sums over classes as an online softmax does,
+relative to a running maximum. The second makes the gradient of each tile once they are known. It
+needs the logits again, and making them is a third of the work. But the gradient of W [D, K] has
+memory that nothing uses before the second loop. So the first loop leaves the logits of up to D
+examples there, and the second one takes each tile of them out before it writes that tile's
+gradient. Beside the gradients there is then never more than a tile.
+
+With K cut over devices, each one sums over its own classes, and three numbers per example are
+combined once. JAX differentiates that; the rule below is of one device's classes only.
+
+N examples, K classes (k of this device, t of a tile), D pre-logits, L labels per example.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from flax.core import meta
+from flax.linen import partitioning as flax_partitioning
+from jax import core, lax
+from jax.sharding import AxisType, PartitionSpec, reshard
+
+from het_plugin.integrate.gaussian import LINKS, PADDED, GaussianLogits, Linear, LowRank
+from het_plugin.integrate.integrator import Integrator
+from het_plugin.integrate.placement import mesh_axes, num_shards, varying_alike
+
+TILE_BYTES = 2**24  # of a tile's logits and columns of W, and their gradients
+MIN_TILE = 512
+
+Axes = str | tuple[str, ...] | None
+Targets = Callable[..., jax.Array]
+
+
+def cross_entropy(
+  phi: jax.Array,
+  kernel: jax.Array,
+  bias: jax.Array | None,
+  labels: jax.Array | Targets,
+  link: str = 'softmax',
+  *,
+  weights: jax.Array | None = None,
+  label_arrays: tuple[jax.Array, ...] = (),
+  label_smoothing: float = 0.0,
+  z_loss: float = 0.0,
+  temperature: jax.Array | float = 1.0,
+  noise: LowRank | None = None,
+  keys: jax.Array | None = None,
+  integrator: Integrator | None = None,
+  num_classes: int | None = None,
+  batch_axes: Axes = None,
+  class_axes: Axes = None,
+  tile: int | None = None,
+) -> jax.Array:
+  """Cross-entropy of the logits (phi W + b) / tau, in tiles of classes: never of all at one time.
+
+      >>> import jax, jax.numpy as jnp
+      >>> from het_plugin import cross_entropy
+      >>> phi, kernel, bias = jnp.ones((4, 8)), jnp.zeros((8, 50_000)), jnp.zeros(50_000)
+      >>> labels = jnp.array([3, 49_999, 0, -1])  # -1 is padding
+      >>> loss = jax.jit(cross_entropy)(phi, kernel, bias, labels)
+      >>> [round(float(x), 4) for x in loss]
+      [10.8198, 10.8198, 10.8198, 0.0]
+
+  A mesh cuts K over `class_axes` and the examples over `batch_axes`. With explicit axes
+  (`jax.make_mesh`) both are read from the arrays. With automatic axes (`jax.set_mesh` of a `Mesh`)
+  name them, or bind flax's logical axes 'vocab' and 'batch'. Inside `jax.shard_map` over
+  `class_axes`, name them and give each device its columns of W. An axis that cuts both the examples
+  and K cuts K. No device has logits of more than its own classes.
+
+  Products are in the dtype of phi, and sums in float32 or wider: phi in bfloat16 and W in float32
+  give W a float32 gradient without a copy of W in bfloat16. Labels and weights have no gradient.
+  Forward mode alone (`jax.jvp`) is refused by JAX: take `jax.grad`.
+
+  Args:
+    phi: pre-logits [..., D].
+    kernel: W [D, K].
+    bias: b [K], or None.
+    labels: class ids, integers [...] or [..., L], of which negative ones are padding. Or a function
+      of a range of classes, int32 [t], that returns targets [..., t], for soft labels.
+    link: 'softmax' or 'sigmoid'.
+    weights: targets of the labels, as many. None is 1 / the number of the example's labels for a
+      softmax, so that the loss is the mean over them, and 1 for a sigmoid.
+    label_arrays: arrays [..., n] that a function of labels gets after the classes. They are cut
+      over devices as phi is. What else it reads must be the same on all devices.
+    label_smoothing: a in [0, 1). Targets t become (1 - a) t + a T / K for a softmax, with T their
+      sum, and (1 - a) t + a / 2 for a sigmoid.
+    z_loss: adds z_loss (log sum_k exp(u_k))^2 for examples with labels (PaLM, section 5).
+    temperature: tau.
+    noise: noise in the space of phi [B, D], as HET-XL has it. The loss is then that of
+      `Integrator.nll`: labels are ids, without weights, smoothing and z-loss, and phi is [B, D].
+    keys: [B], as `Integrator.nll` takes them; with noise only.
+    integrator: with noise only; None is `Integrator()`.
+    num_classes: K, if W and b have more columns so that a mesh divides them.
+    batch_axes: mesh axis or axes of the first dimension of phi.
+    class_axes: mesh axis or axes of K.
+    tile: classes of a tile; None takes those whose arrays have about 16 MB.
+
+  Returns:
+    [...], float32 or wider; 0 for examples without labels, and NaN (under `jax.jit`, where labels
+    cannot be looked at) for those with a label that is not below K.
+
+  Raises:
+    ValueError: shapes, labels or settings do not fit together.
+  """
+  phi = jnp.asarray(phi)
+  kernel = jnp.asarray(kernel)
+  sharding = Sharding.of(phi, kernel, batch_axes, class_axes)
+  num_columns = kernel.shape[-1] * sharding.num_parts
+  num_classes = num_columns if num_classes is None else num_classes
+  _check_shapes(phi, kernel, bias, num_classes, num_columns)
+  _check_settings(link, label_smoothing, z_loss, tile)
+  if noise is not None:
+    is_plain = weights is None and not label_arrays and not label_smoothing and not z_loss
+    if not (is_plain and phi.ndim == 2) or callable(labels):
+      raise ValueError(
+        'cross_entropy: with noise, labels are ids of pre-logits [B, D], without weights, '
+        f'label_smoothing and z_loss; got phi {phi.shape}, label_smoothing={label_smoothing} and '
+        f'z_loss={z_loss}: leave them out'
+      )
+    logits = _noisy(phi, kernel, bias, link, temperature, noise, num_classes)
+    with sharding.axis_rules():
+      return (integrator or Integrator()).nll(logits, labels, keys)
+  if keys is not None or integrator is not None:
+    raise ValueError('cross_entropy: keys and integrator have no effect without noise: leave them')
+  settings = Settings(link, num_classes, float(label_smoothing), float(z_loss), tile)
+  of_labels = make_labels(phi, labels, weights, label_arrays, settings)
+  if not (isinstance(temperature, int | float) and temperature == 1):
+    phi = _over(phi, temperature)
+    bias = None if bias is None else _over(bias, temperature)
+  loss = sharding.run(functools.partial(_loss, settings), phi, kernel, bias, of_labels)
+  if of_labels.ids is None:
+    return loss
+  return jnp.where((of_labels.ids < num_classes).all(axis=-1), loss, jnp.nan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """What is static under `jax.jit`; as the arguments of `cross_entropy`."""
+
+  link: str
+  num_classes: int
+  label_smoothing: float
+  z_loss: float
+  tile: int | None
+
+  def tile_size(self, phi: jax.Array, kernel: jax.Array) -> int:
+    """Classes of a tile for phi [N, D] and W [D, k], at most k."""
+    num_classes = kernel.shape[-1]
+    if self.tile is not None:
+      return min(self.tile, num_classes)
+    # Of a tile there are logits and columns of W, and the gradients of both.
+    num_values = 2 * (_size(phi.shape[0]) + kernel.shape[0])
+    size = TILE_BYTES // (num_values * _wide(phi.dtype).itemsize)
+    return min(max(MIN_TILE, 2 ** max(0, size.bit_length() - 1)), num_classes)
+
+
+@struct.dataclass
+class Labels:
+  """What the targets of a range of classes are made from.
+
+  Attributes:
+    ids: int32 [..., L], negative at padding; None with a function.
+    weights: [..., L], 0 at padding.
+    arrays: what the function gets after the classes.
+    function: int32 [t] -> targets [..., t].
+  """
+
+  ids: jax.Array | None
+  weights: jax.Array | None
+  arrays: tuple[jax.Array, ...] = ()
+  function: Targets | None = struct.field(pytree_node=False, default=None)
+
+  def flat(self, num_rows: int) -> 'Labels':
+    """The same with one dimension in place of all those before the last."""
+    return jax.tree.map(lambda x: x.reshape(num_rows, x.shape[-1]), self)
+
+  def total(self) -> jax.Array | None:
+    """T [N], the sum of all targets; None if only the function knows it."""
+    return None if self.weights is None else self.weights.sum(axis=-1)
+
+  def targets(self, settings: Settings, classes: jax.Array, like: jax.Array) -> jax.Array:
+    """t [N, t] of a range of classes int32 [t], as `like`."""
+    if self.function is not None:
+      t = lax.stop_gradient(self.function(classes, *self.arrays))
+      if t.shape[-1:] != classes.shape or t.size != like.size:
+        raise ValueError(
+          f'labels(classes) must return targets {like.shape} for {classes.shape[0]} classes; got '
+          f'{t.shape}'
+        )
+      t = t.reshape(like.shape).astype(like.dtype)
+    else:
+      of_labels = jnp.where(self.ids[..., None] == classes, self.weights[..., None], 0.0)
+      # With a sigmoid, a class that is listed twice is one label.
+      t = of_labels.sum(axis=1) if settings.link == 'softmax' else of_labels.max(axis=1, initial=0)
+    if a := settings.label_smoothing:
+      of_all = self.total()[:, None] / settings.num_classes if settings.link == 'softmax' else 0.5
+      t = (1.0 - a) * t + a * of_all
+    return jnp.where(classes < settings.num_classes, t, 0.0)
+
+
+def make_labels(
+  phi: jax.Array,
+  labels: jax.Array | Targets,
+  weights: jax.Array | None,
+  arrays: tuple[jax.Array, ...],
+  settings: Settings,
+) -> Labels:
+  """The arguments of `cross_entropy` as `Labels`.
+
+  Raises:
+    ValueError: they do not fit together.
+  """
+  rows = phi.shape[:-1]
+  if callable(labels):
+    if weights is not None or settings.label_smoothing:
+      raise ValueError(
+        'cross_entropy: weights and label_smoothing have no effect on a function of classes: let '
+        'it return the targets that you want'
+      )
+    return Labels(None, None, tuple(x.reshape(*rows, -1) for x in arrays), labels)
+  if arrays:
+    raise ValueError('cross_entropy: label_arrays need labels that are a function of classes')
+  dtype = jnp.result_type(labels)
+  shape = jnp.shape(labels)
+  if not jnp.issubdtype(dtype, jnp.integer) or rows not in (shape, shape[:-1]):
+    raise ValueError(
+      f'cross_entropy: labels must be class ids, integers {rows} or {(*rows, "L")}, or a function '
+      f'of a range of classes; got {dtype} {shape}'
+    )
+  if weights is not None and jnp.shape(weights) != shape:
+    raise ValueError(
+      f'cross_entropy: weights must be as many as labels, {shape}; got {jnp.shape(weights)}'
+    )
+  if not isinstance(labels, core.Tracer):
+    largest = np.asarray(labels).max(initial=0)
+    if largest >= settings.num_classes:
+      raise ValueError(
+        f'cross_entropy: labels hold {largest}: class ids are below K = {settings.num_classes}'
+      )
+  ids = jnp.asarray(labels, jnp.int32).reshape(*rows, -1)
+  listed = (ids >= 0).astype(_wide(phi.dtype))
+  if weights is not None:
+    weights = jnp.asarray(weights, listed.dtype).reshape(ids.shape) * listed
+  elif settings.link == 'softmax':
+    weights = listed / jnp.maximum(listed.sum(axis=-1, keepdims=True), 1.0)
+  else:
+    weights = listed
+  return Labels(ids, lax.stop_gradient(weights))
+
+
+def _loss(
+  settings: Settings,
+  axes: tuple[str, ...],
+  phi: jax.Array,
+  kernel: jax.Array,
+  bias: jax.Array | None,
+  labels: Labels,
+) -> jax.Array:
+  """The loss [...] from the classes of this device; `axes` have the other classes."""
+  rows = phi.shape[:-1]
+  phi = phi.reshape(-1, phi.shape[-1])
+  labels = labels.flat(phi.shape[0])
+  first = jnp.int32(lax.axis_index(axes) * kernel.shape[-1] if axes else 0)
+  arrays = varying_alike((phi, kernel, bias, labels, first))
+  top, total, at, of_targets = _sums(settings, *arrays)
+  top = lax.stop_gradient(top)
+  if axes:
+    highest = lax.pmax(top, axes)
+    total = lax.psum(total * jnp.exp(top - highest), axes)
+    at = lax.psum(at, axes)
+    of_targets = lax.psum(of_targets, axes)
+    top = highest
+  if settings.link == 'sigmoid':
+    return total.reshape(rows)
+  t = of_targets if labels.weights is None else labels.total()
+  log_total = jnp.log(total)
+  # u - maximum is exact: losses near 0 keep their digits.
+  loss = t * log_total - (at - t * top)
+  if settings.z_loss:
+    loss += settings.z_loss * jnp.where(t > 0, jnp.square(top + log_total), 0.0)
+  return loss.reshape(rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sums(
+  settings: Settings,
+  phi: jax.Array,
+  kernel: jax.Array,
+  bias: jax.Array | None,
+  labels: Labels,
+  first: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """Sums over the classes from `first` on, of phi [N, D] and W [D, k].
+
+  Returns:
+    Each [N]: max_k u_k, without a gradient; sum_k exp(u_k - max), or sum_k log(1 + exp(u_k)) -
+    t_k u_k for a sigmoid; and for a softmax sum_k t_k u_k, and sum_k t_k of a function of labels.
+  """
+  return _first_loop(settings, phi, kernel, bias, labels, first, None)[0]
+
+
+def _first_loop(settings, phi, kernel, bias, labels, first, kept):
+  """The sums; and `kept`, None or [n, k], with the logits of the first examples in its rows."""
+  zero = jnp.zeros_like(phi, _wide(phi.dtype), shape=phi.shape[:1])
+  num_kept = 0 if kept is None else min(phi.shape[0], kept.shape[0])
+
+  def body(carry, start, size):
+    (top, total, at, of_targets), kept = carry
+    tile = Tile.of(settings, kernel, bias, first, start, size)
+    u = tile.logits(phi)  # [N, t]
+    if kept is not None:
+      kept = lax.dynamic_update_slice(kept, u[:num_kept], (0, start))
+    t = labels.targets(settings, tile.classes, u)  # [N, t]
+    if settings.link == 'sigmoid':
+      of_class = jnp.maximum(u, 0.0) - t * u + jnp.log1p(jnp.exp(-jnp.abs(u)))
+      return (top, total + of_class.sum(axis=-1), at, of_targets), kept
+    high = jnp.maximum(top, u.max(axis=-1))
+    total = total * jnp.exp(top - high) + jnp.exp(u - high[:, None]).sum(axis=-1)
+    at += (t * u).sum(axis=-1)
+    if labels.function is not None:
+      of_targets += t.sum(axis=-1)
+    return (high, total, at, of_targets), kept
+
+  top = zero if settings.link == 'sigmoid' else zero + 2 * PADDED
+  return _over_tiles(settings, phi, kernel, body, ((top, zero, zero, zero), kept))
+
+
+def _sums_fwd(settings, *primals):
+  arrays = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
+  phi, kernel = arrays[:2]
+  kept = None
+  if settings.tile_size(phi, kernel) == kernel.shape[-1]:  # one tile
+    kept = jnp.zeros_like(phi, _wide(phi.dtype), shape=(phi.shape[0], kernel.shape[-1]))
+  elif primals[1].perturbed and kernel.dtype == _wide(phi.dtype) and _is_static(phi.shape[0]):
+    kept = jnp.zeros_like(kernel)  # the memory of its gradient
+  sums, kept = _first_loop(settings, *arrays, kept)
+  return sums, (*arrays, sums[0], kept)
+
+
+def _sums_bwd(settings, residuals, cotangents):
+  phi, kernel, bias, labels, first, top, kept = residuals
+  _, g_total, g_at, _ = jax.tree.map(_dense, cotangents)
+  num_rows = phi.shape[0]
+  num_kept = 0 if kept is None else min(num_rows, kept.shape[0])
+  is_shared = kept is not None and kept.shape == kernel.shape
+
+  def body(carry, start, size):
+    of_phi, of_kernel, of_bias = carry
+    tile = Tile.of(settings, kernel, bias, first, start, size)
+    u = []  # [N, t]
+    if num_kept:
+      u.append(lax.dynamic_slice(of_kernel if is_shared else kept, (0, start), (num_kept, size)))
+    if not _is_static(num_rows) or num_kept < num_rows:
+      u.append(tile.logits(phi[num_kept:]))
+    u = jnp.concatenate(u)
+    t = labels.targets(settings, tile.classes, u)
+    if settings.link == 'sigmoid':
+      g = g_total[:, None] * (jax.nn.sigmoid(u) - t)
+    else:
+      g = g_total[:, None] * jnp.exp(u - top[:, None]) + g_at[:, None] * t
+    if of_bias is not None:
+      # A product, because XLA's sum over examples took ten times as long on a CPU.
+      ones = jnp.ones(num_rows, g.dtype)
+      column = jnp.einsum('n,nt->t', ones, g, precision=lax.Precision.HIGHEST)
+      of_bias = lax.dynamic_update_slice_in_dim(of_bias, column.astype(of_bias.dtype), start, 0)
+    g = g.astype(phi.dtype)
+    of_phi += _product('nt,dt->nd', g, tile.kernel)
+    columns = _product('nd,nt->dt', phi, g).astype(kernel.dtype)
+    return of_phi, lax.dynamic_update_slice_in_dim(of_kernel, columns, start, 1), of_bias
+
+  of_phi = jnp.zeros_like(phi, _wide(phi.dtype))
+  of_kernel = kept if is_shared else jnp.zeros_like(kernel)
+  of_bias = None if bias is None else jnp.zeros_like(bias)
+  of_phi, *others = _over_tiles(settings, phi, kernel, body, (of_phi, of_kernel, of_bias))
+  return of_phi.astype(phi.dtype), *others, None, None
+
+
+_sums.defvjp(_sums_fwd, _sums_bwd, symbolic_zeros=True)
+
+
+@struct.dataclass
+class Tile:
+  """Classes of one step of a loop.
+
+  Attributes:
+    kernel: their columns [D, t].
+    bias: [t], or None.
+    classes: int32 [t], ids.
+    num_classes: K; later ones are padding.
+  """
+
+  kernel: jax.Array
+  bias: jax.Array | None
+  classes: jax.Array
+  num_classes: int = struct.field(pytree_node=False)
+
+  @classmethod
+  def of(cls, settings, kernel, bias, first, start, size):
+    """`size` classes from `start` on of W [D, k] and b [k], whose first class is `first`."""
+    own = lax.dynamic_slice_in_dim(kernel, start, size, axis=1)
+    if bias is not None:
+      bias = lax.dynamic_slice_in_dim(bias, start, size)
+    return cls(own, bias, first + start + jnp.arange(size), settings.num_classes)
+
+  def logits(self, phi: jax.Array) -> jax.Array:
+    """u [N, t] of phi [N, D], with `PADDED` at padded classes."""
+    u = _product('nd,dt->nt', phi, self.kernel)
+    if self.bias is not None:
+      u += self.bias.astype(u.dtype)
+    return jnp.where(self.classes < self.num_classes, u, PADDED)
+
+
+def _over_tiles(settings, phi, kernel, body, carry):
+  """The carry after body(carry, start, size) of all tiles; what is left over is a smaller one."""
+  size = settings.tile_size(phi, kernel)
+  count, rest = divmod(kernel.shape[-1], size)
+  if count == 1:
+    carry = body(carry, 0, size)
+  else:
+    carry, _ = lax.scan(lambda x, i: (body(x, i * size, size), None), carry, jnp.arange(count))
+  return body(carry, count * size, rest) if rest else carry
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+  """How examples and classes are cut over devices.
+
+  Attributes:
+    mesh: the active mesh; None without one.
+    rows: axes of each dimension of phi but the last.
+    classes: axes of K.
+    manual: axes of a surrounding `jax.shard_map`, which has cut the arrays already.
+  """
+
+  mesh: Any = None
+  rows: tuple[tuple[str, ...], ...] = ()
+  classes: tuple[str, ...] = ()
+  manual: frozenset[str] = frozenset()
+
+  @classmethod
+  def of(cls, phi: jax.Array, kernel: jax.Array, batch_axes: Axes, class_axes: Axes) -> 'Sharding':
+    """That of arrays on the active mesh.
+
+    Raises:
+      ValueError: the mesh has no such axes, or does not divide K.
+    """
+    mesh = _mesh_of(kernel)
+    shape = {} if mesh is None else mesh.shape
+    for name, axes in (('batch_axes', batch_axes), ('class_axes', class_axes)):
+      if unknown := [x for x in _names(axes) if x not in shape]:
+        raise ValueError(
+          f'cross_entropy: {name}={axes!r} names {unknown[0]!r}, which is no axis of the active '
+          f'mesh ({", ".join(shape) or "there is none"}): set one with jax.set_mesh'
+        )
+    classes = _names(class_axes) or _names(_spec(kernel)[-1]) or _names(mesh_axes('vocab'))
+    rows = [_names(axes) for axes in _spec(phi)[:-1]]
+    if rows and batch_axes is not None:
+      rows[0] = _names(batch_axes)
+    elif rows and not any(rows) and phi.shape[0] % num_shards('batch') == 0:
+      rows[0] = _names(mesh_axes('batch'))
+    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    rows = tuple(tuple(x for x in axes if x not in {*classes, *manual}) for axes in rows)
+    found = cls(mesh, rows, classes, manual)
+    parts = math.prod(shape[x] for x in classes if x not in manual)
+    if kernel.shape[-1] % parts:
+      raise ValueError(
+        f'cross_entropy: the mesh cuts the {kernel.shape[-1]} columns of the kernel into {parts} '
+        'parts: add columns up to a multiple, and give num_classes'
+      )
+    return found
+
+  @property
+  def num_parts(self) -> int:
+    """How many times as many classes there are as `kernel` has columns."""
+    return math.prod(self.mesh.shape[x] for x in self.classes if x in self.manual)
+
+  def axis_rules(self):
+    """flax's rules for the integrator, where axes are known."""
+    if self.mesh is None or self.manual:
+      return contextlib.nullcontext()
+    rules = (('batch', self.rows[0] or None), ('vocab', self.classes or None))
+    return flax_partitioning.axis_rules(rules)
+
+  def run(self, function, phi, kernel, bias, labels):
+    """function(class axes, phi, W, b, labels) of each device's part, [...] as phi."""
+    function = functools.partial(function, self.classes)
+    own = tuple(x for x in self.classes if x not in self.manual)
+    names = {*own, *(x for axes in self.rows for x in axes)}
+    if not names:
+      return function(phi, kernel, bias, labels)
+    rows = PartitionSpec(*(axes or None for axes in self.rows))
+    specs = rows, PartitionSpec(None, own or None), PartitionSpec(own or None), rows
+    args = phi, kernel, bias, labels
+    is_explicit = bool(names & {*_explicit_axes(self.mesh)})
+    if is_explicit:
+      args = [
+        jax.tree.map(lambda x, s=s: reshard(x, s), y) for s, y in zip(specs, args, strict=True)
+      ]
+    part = functools.partial(jax.shard_map, mesh=self.mesh, axis_names=names)
+    mapped = part(function, in_specs=specs, out_specs=rows)
+    if self.manual:
+      mapped = _with_own_gradient(mapped, function, part, specs)
+    loss = mapped(*args)
+    return reshard(loss, PartitionSpec(*_spec(phi)[:-1])) if is_explicit else loss
+
+
+def _with_own_gradient(mapped, function, part, specs):
+  """`mapped`, which is part(function), with a gradient that makes it once more.
+
+  Inside a `jax.shard_map` over other axes, JAX itself cannot keep values of one for the gradient.
+  """
+
+  def pull(phi, kernel, bias, labels, g):
+    return jax.vjp(lambda *x: function(*x, labels), phi, kernel, bias)[1](g)
+
+  def backward(args, g):
+    gradient = part(pull, in_specs=(*specs, specs[0]), out_specs=specs[:3])
+    return *gradient(*args, g), None
+
+  mapped = jax.custom_vjp(mapped)
+  mapped.defvjp(lambda *args: (mapped(*args), args), backward)
+  return mapped
+
+
+def _mesh_of(kernel):
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    mesh = jax.typeof(kernel).sharding.mesh
+  return meta.get_global_mesh() if mesh.empty else mesh
+
+
+def _spec(x):
+  """The mesh axes of each dimension, as far as types have them."""
+  spec = tuple(jax.typeof(x).sharding.spec)
+  return spec + (None,) * (x.ndim - len(spec))
+
+
+def _explicit_axes(mesh):
+  types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+  return [name for name, kind in types if kind == AxisType.Explicit]
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+  return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _noisy(phi, kernel, bias, link, temperature, noise, num_classes):
+  """HET-XL's logits, of which a loss in tiles never reads the location."""
+  dtype = _wide(phi.dtype)
+  bias = jnp.zeros_like(kernel, dtype, shape=kernel.shape[-1:]) if bias is None else bias
+  location = _product('bd,dk->bk', phi, kernel) + bias
+  linear = Linear(kernel, phi, bias)
+  return GaussianLogits(location, noise, linear, jnp.asarray(temperature, dtype), num_classes, link)
+
+
+def _product(dims, x, y):
+  """A product in the dtype of x, summed in float32 or wider."""
+  return jnp.einsum(dims, x, y.astype(x.dtype), preferred_element_type=_wide(x.dtype))
+
+
+def _over(x, temperature):
+  wide = _wide(x.dtype)
+  return (x.astype(wide) / jnp.asarray(temperature, wide)).astype(x.dtype)
+
+
+def _wide(dtype):
+  return jnp.promote_types(dtype, jnp.float32)
+
+
+def _dense(cotangent):
+  is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+  return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
+
+
+def _is_static(size):
+  return isinstance(size, int)
+
+
+def _size(size):
+  """That of a dimension; 1 where it is symbolic (`jax.export`)."""
+  return size if _is_static(size) else 1
+
+
+def _check_shapes(phi, kernel, bias, num_classes, num_columns):
+  is_matrix = kernel.ndim == 2 and phi.ndim >= 2 and phi.shape[-1] == kernel.shape[0]
+  if not is_matrix or (bias is not None and jnp.shape(bias) != kernel.shape[1:]):
+    raise ValueError(
+      'cross_entropy: phi must be [..., D], kernel [D, K] and bias [K] or None; got '
+      f'{phi.shape}, {kernel.shape} and {None if bias is None else jnp.shape(bias)}'
+    )
+  if not 1 <= num_classes <= num_columns:
+    raise ValueError(
+      f'cross_entropy: num_classes={num_classes} must be from 1 to the {num_columns} columns of '
+      'the kernel'
+    )
+
+
+def _check_settings(link, label_smoothing, z_loss, tile):
+  if link not in LINKS:
+    raise ValueError(f'cross_entropy: link={link!r} is unknown: choose one of {", ".join(LINKS)}')
+  if not 0 <= label_smoothing < 1:
+    raise ValueError(
+      f'cross_entropy: label_smoothing={label_smoothing} must be at least 0 and below 1'
+    )
+  if z_loss < 0 or (z_loss and link == 'sigmoid'):
+    raise ValueError(
+      f'cross_entropy: z_loss={z_loss} with the link {link!r} must be 0, or with a softmax more'
+    )
+  if tile is not None and not (isinstance(tile, int) and tile >= 1):
+    raise ValueError(f'cross_entropy: tile={tile!r} must be a whole number of classes, or None')
