@@ -42,7 +42,7 @@ TILE_BYTES = 2**24  # of a tile's logits and columns of W, and their gradients
 MIN_TILE = 512
 
 Axes = str | tuple[str, ...] | None
-Targets = Callable[..., jax.Array]
+Targets = Callable[..., Any]  # int32 [t] and arrays -> targets [N, t]
 
 
 def cross_entropy(
@@ -90,11 +90,12 @@ def cross_entropy(
     kernel: W [D, K].
     bias: b [K], or None.
     labels: class ids, integers [...] or [..., L], of which negative ones are padding. Or a function
-      of a range of classes, int32 [t], that returns targets [..., t], for soft labels.
+      of a range of classes, int32 [t], that returns targets [N, t], for soft labels; N is the
+      product of the other dimensions of phi.
     link: 'softmax' or 'sigmoid'.
     weights: targets of the labels, as many. None is 1 / the number of the example's labels for a
       softmax, so that the loss is the mean over them, and 1 for a sigmoid.
-    label_arrays: arrays [..., n] that a function of labels gets after the classes. They are cut
+    label_arrays: arrays [..., n] that a function of labels gets after the classes, as [N, n], cut
       over devices as phi is. What else it reads must be the same on all devices.
     label_smoothing: a in [0, 1). Targets t become (1 - a) t + a T / K for a softmax, with T their
       sum, and (1 - a) t + a / 2 for a sigmoid.
@@ -142,7 +143,7 @@ def cross_entropy(
     phi = _over(phi, temperature)
     bias = None if bias is None else _over(bias, temperature)
   loss = sharding.run(functools.partial(_loss, settings), phi, kernel, bias, of_labels)
-  if of_labels.ids is None:
+  if isinstance(of_labels, Soft):
     return loss
   return jnp.where((of_labels.ids < num_classes).all(axis=-1), loss, jnp.nan)
 
@@ -169,47 +170,64 @@ class Settings:
 
 
 @struct.dataclass
-class Labels:
-  """What the targets of a range of classes are made from.
+class Ids:
+  """Labels as class ids.
 
   Attributes:
-    ids: int32 [..., L], negative at padding; None with a function.
-    weights: [..., L], 0 at padding.
-    arrays: what the function gets after the classes.
-    function: int32 [t] -> targets [..., t].
+    ids: int32 [..., L], negative at padding.
+    weights: targets [..., L], 0 at padding.
   """
 
-  ids: jax.Array | None
-  weights: jax.Array | None
-  arrays: tuple[jax.Array, ...] = ()
-  function: Targets | None = struct.field(pytree_node=False, default=None)
-
-  def flat(self, num_rows: int) -> 'Labels':
-    """The same with one dimension in place of all those before the last."""
-    return jax.tree.map(lambda x: x.reshape(num_rows, x.shape[-1]), self)
-
-  def total(self) -> jax.Array | None:
-    """T [N], the sum of all targets; None if only the function knows it."""
-    return None if self.weights is None else self.weights.sum(axis=-1)
+  ids: jax.Array
+  weights: jax.Array
 
   def targets(self, settings: Settings, classes: jax.Array, like: jax.Array) -> jax.Array:
     """t [N, t] of a range of classes int32 [t], as `like`."""
-    if self.function is not None:
-      t = lax.stop_gradient(self.function(classes, *self.arrays))
-      if t.shape[-1:] != classes.shape or t.size != like.size:
-        raise ValueError(
-          f'labels(classes) must return targets {like.shape} for {classes.shape[0]} classes; got '
-          f'{t.shape}'
-        )
-      t = t.reshape(like.shape).astype(like.dtype)
+    of_labels = jnp.where(self.ids[..., None] == classes, self.weights[..., None], 0.0)  # [N, L, t]
+    if settings.link == 'softmax':
+      t = of_labels.sum(axis=1)
+      of_all = self.weights.sum(axis=-1, keepdims=True) / settings.num_classes
     else:
-      of_labels = jnp.where(self.ids[..., None] == classes, self.weights[..., None], 0.0)
-      # With a sigmoid, a class that is listed twice is one label.
-      t = of_labels.sum(axis=1) if settings.link == 'softmax' else of_labels.max(axis=1, initial=0)
-    if a := settings.label_smoothing:
-      of_all = self.total()[:, None] / settings.num_classes if settings.link == 'softmax' else 0.5
-      t = (1.0 - a) * t + a * of_all
-    return jnp.where(classes < settings.num_classes, t, 0.0)
+      t = of_labels.max(axis=1, initial=0)  # a class that is listed twice is one label
+      of_all = 0.5
+    if settings.label_smoothing:
+      t += settings.label_smoothing * (of_all - t)
+    return jnp.where(classes < settings.num_classes, t, 0.0).astype(like.dtype)
+
+  def total(self, of_targets: jax.Array) -> jax.Array:
+    """T [N], the sum of all targets, which is `of_targets` up to rounding."""
+    del of_targets
+    return self.weights.sum(axis=-1)
+
+
+@struct.dataclass
+class Soft:
+  """Labels as a function int32 [t] -> targets [..., t] of a range of classes.
+
+  Attributes:
+    arrays: what the function gets after the classes.
+    function: the function.
+  """
+
+  arrays: tuple[jax.Array, ...]
+  function: Targets = struct.field(pytree_node=False)
+
+  def targets(self, settings: Settings, classes: jax.Array, like: jax.Array) -> jax.Array:
+    """t [N, t] of a range of classes int32 [t], as `like`."""
+    t = lax.stop_gradient(self.function(classes, *self.arrays))
+    if t.shape != like.shape:
+      raise ValueError(
+        f'cross_entropy: labels must return {like.shape} for {classes.shape[0]} classes; got '
+        f'{t.shape}'
+      )
+    return jnp.where(classes < settings.num_classes, t, 0.0).astype(like.dtype)
+
+  def total(self, of_targets: jax.Array) -> jax.Array:
+    """T [N], which only the loop over all classes knows."""
+    return of_targets
+
+
+Labels = Ids | Soft
 
 
 def make_labels(
@@ -231,7 +249,7 @@ def make_labels(
         'cross_entropy: weights and label_smoothing have no effect on a function of classes: let '
         'it return the targets that you want'
       )
-    return Labels(None, None, tuple(x.reshape(*rows, -1) for x in arrays), labels)
+    return Soft(tuple(x.reshape(*rows, -1) for x in arrays), labels)
   if arrays:
     raise ValueError('cross_entropy: label_arrays need labels that are a function of classes')
   dtype = jnp.result_type(labels)
@@ -259,7 +277,7 @@ def make_labels(
     weights = listed / jnp.maximum(listed.sum(axis=-1, keepdims=True), 1.0)
   else:
     weights = listed
-  return Labels(ids, lax.stop_gradient(weights))
+  return Ids(ids, lax.stop_gradient(weights))
 
 
 def _loss(
@@ -273,7 +291,7 @@ def _loss(
   """The loss [...] from the classes of this device; `axes` have the other classes."""
   rows = phi.shape[:-1]
   phi = phi.reshape(-1, phi.shape[-1])
-  labels = labels.flat(phi.shape[0])
+  labels = jax.tree.map(lambda x: x.reshape(phi.shape[0], x.shape[-1]), labels)
   first = jnp.int32(lax.axis_index(axes) * kernel.shape[-1] if axes else 0)
   arrays = varying_alike((phi, kernel, bias, labels, first))
   top, total, at, of_targets = _sums(settings, *arrays)
@@ -286,7 +304,7 @@ def _loss(
     top = highest
   if settings.link == 'sigmoid':
     return total.reshape(rows)
-  t = of_targets if labels.weights is None else labels.total()
+  t = labels.total(of_targets)
   log_total = jnp.log(total)
   # u - maximum is exact: losses near 0 keep their digits.
   loss = t * log_total - (at - t * top)
@@ -331,7 +349,7 @@ def _first_loop(settings, phi, kernel, bias, labels, first, kept):
     high = jnp.maximum(top, u.max(axis=-1))
     total = total * jnp.exp(top - high) + jnp.exp(u - high[:, None]).sum(axis=-1)
     at += (t * u).sum(axis=-1)
-    if labels.function is not None:
+    if isinstance(labels, Soft):
       of_targets += t.sum(axis=-1)
     return (high, total, at, of_targets), kept
 
