@@ -21,15 +21,12 @@ tau.
 From `MANY_CLASSES` on there is no paper's procedure to compare with. A row is then our loss and
 gradient with all classes at one time, or in tiles of --class_tile classes. Both take turns.
 What needs more than --limit_gb is not run, and has no seconds; with --memory_only nothing is.
-With --tokamax (pip install tokamax), a third row of the head det and the link softmax is the
-'chunked_xla' of tokamax.linear_softmax_cross_entropy_loss, which has no bias.
 
 Two minutes for one head and link on two CPU cores; seconds with --dim 32 --classes 100
 --samples 1,16 --repeats 1.
 """
 
 import functools
-import importlib.util
 import itertools
 import statistics
 import time
@@ -334,8 +331,6 @@ def many_classes(args, head, link, num_classes, num_samples):
     way: loss_of(module, Integrator(num_samples, chunk_size=32, **settings))
     for way, settings in ways.items()
   }
-  if args.tokamax and (head, link) == ('det', 'softmax'):
-    losses['tokamax'] = tokamax_loss
   phi = jax.ShapeDtypeStruct((args.batch, args.dim), jnp.float32)
   params = jax.eval_shape(module.init, jax.random.key(0), phi)['params']
   labels = jnp.arange(args.batch, dtype=jnp.int32) * 7 % num_classes
@@ -378,14 +373,6 @@ def loss_of(module, integrator):
   return loss
 
 
-def tokamax_loss(params, phi, labels):
-  from tokamax import linear_softmax_cross_entropy_loss
-
-  return linear_softmax_cross_entropy_loss(
-    phi, labels, params['kernel'], reduction='mean', implementation='chunked_xla'
-  )
-
-
 def compare_tiles(args):
   args.dim = args.dim or 64
   args.batch = args.batch or 32
@@ -396,7 +383,7 @@ def compare_tiles(args):
     samples = args.samples or [64]
     samples = samples[:1] if head == 'det' or link == 'sigmoid' else samples
     cases += itertools.product([head], [link], args.classes, samples)
-  num_ways = sum(1 + (head != 'het') + args.tokamax * (head == 'det') for head, *_ in cases)
+  num_ways = sum(1 + (head != 'het') for head, *_ in cases)
   rows = (row for case in cases for row in many_classes(args, *case))
   rows = collect(args.json, num_ways, rows)
   least = min(rows, key=lambda row: row['temp_bytes'])
@@ -444,9 +431,6 @@ def main():
   parser.add_argument(
     '--limit_gb', type=float, default=4.0, help='of many classes: run what takes less memory'
   )
-  parser.add_argument(
-    '--tokamax', action='store_true', help="of many classes and det: also tokamax's loss"
-  )
   parser.add_argument('--trials', type=int, default=16, help='keys per example of an RMSE')
   args = parser.parse_args()
   if args.noises and not args.equal_accuracy:
@@ -454,12 +438,10 @@ def main():
   if max(args.classes) >= MANY_CLASSES:
     unread = ('sampler', 'trials')
   else:
-    unread = ('class_tile', 'memory_only', 'limit_gb', 'tokamax')
+    unread = ('class_tile', 'memory_only', 'limit_gb')
     unread += ('sampler', 'samples') if args.equal_accuracy else ()
   if given := [name for name in unread if getattr(args, name) != parser.get_default(name)]:
     parser.error(f'--{given[0]} has no effect with these --classes or --equal_accuracy')
-  if args.tokamax and not importlib.util.find_spec('tokamax'):
-    parser.error('--tokamax needs the package tokamax: pip install tokamax')
   if max(args.classes) >= MANY_CLASSES:
     if args.equal_accuracy:
       parser.error(f'--equal_accuracy needs fewer than {MANY_CLASSES:,} --classes')

@@ -29,6 +29,7 @@ RUNS = {
   ),
   'benchmarks.step_overhead --variant=Ti/16 --image_size=16 --classes=20 --factors=3 '
   '--dtype=float32 --heads=het_xl --samples=3 --batches=2 --repeats=1': (2, 'of DET'),
+  'benchmarks.kernel_weight --sizes=64x8x8x2 --samples=2 --repeats=1': (3, 'of DET'),
   'benchmarks.probe --rows=300 --dim=6 --classes=3 --heads=det': (2, 'of LogisticRegression'),
   'benchmarks.probe --stream --rows=2000 --dim=6 --classes=3 --heads=det': (2, 'det'),
   'benchmarks.loop --sizes=tiny --pairs=2 --period=3': (1, 'of the steps/s of the bare step'),
@@ -66,17 +67,12 @@ def test_the_cost_of_an_error_is_measured_and_drawn(run_script, tmp_path):
   assert '<svg' in (tmp_path / 'cost.svg').read_text()
 
 
-def test_tokamax_takes_the_shapes_of_det_or_is_asked_for(
-  run_script, call_script, monkeypatch, capsys
-):
-  flags = ['--classes=50048', '--heads=det', '--batch=2', '--dim=4', '--repeats=1', '--tokamax']
+def test_cross_entropy_beside_its_peers(run_script, call_script, monkeypatch, capsys):
+  flags = ['--sizes=2048x4x8', '--repeats=1', '--cpu_time']
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-  with pytest.raises(SystemExit):
-    call_script('benchmarks.integrator', *flags)
-  assert '--tokamax needs the package tokamax: pip install tokamax' in capsys.readouterr().err
-  with pytest.raises(SystemExit):
-    call_script('benchmarks.integrator', '--classes=5000', '--limit_gb=1')
-  assert '--limit_gb has no effect with these --classes' in capsys.readouterr().err
+  rows, printed = run_script('benchmarks.cross_entropy', *flags)
+  assert [row['implementation'] for row in rows] == ['ours', 'plain']
+  assert 'tokamax is left out: pip install tokamax' in printed[0]
 
   def loss(x, labels, weights, reduction, implementation):
     assert (reduction, implementation) == ('mean', 'chunked_xla')
@@ -86,11 +82,15 @@ def test_tokamax_takes_the_shapes_of_det_or_is_asked_for(
   fake = types.SimpleNamespace(linear_softmax_cross_entropy_loss=loss)
   monkeypatch.setitem(sys.modules, 'tokamax', fake)
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: fake)
-  rows, printed = run_script('benchmarks.integrator', *flags)
-  assert [row['classes'] for row in rows] == ['at once', 'in tiles', 'tokamax']
-  assert all(row['seconds'] > 0 for row in rows)
-  assert rows[1]['temp_bytes'] < rows[0]['temp_bytes']
-  assert 'classes in tiles' in printed[-1]
+  rows, printed = run_script('benchmarks.cross_entropy', *flags)
+  assert [(row['implementation'], row['k'], row['d'], row['b']) for row in rows] == [
+    (name, 2048, 4, 8) for name in ('ours', 'plain', 'tokamax')
+  ]
+  assert all(row['seconds'] > 0 and row['temp_bytes'] > 0 for row in rows)
+  assert "of tokamax's time" in printed[-1]
+  with pytest.raises(SystemExit):
+    call_script('benchmarks.cross_entropy', '--sizes=5000x4x8')
+  assert 'K a multiple of 2048' in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -147,6 +147,8 @@ def test_audit_of_peoples_labels(run_script, tmp_path):
 def test_settings_that_do_not_fit_together(call_script, capsys):
   for command, words in (
     ('benchmarks.contrastive_loss --batch=30', '--batch=30 must be a multiple of 8'),
+    ('benchmarks.integrator --classes=5000 --limit_gb=1', '--limit_gb has no effect with these'),
+    ('benchmarks.kernel_weight --sizes=64x8x8', 'must be KxDxBxR'),
     ('benchmarks.audit --data=worse', '--data=worse needs --people and --features'),
   ):
     with pytest.raises(SystemExit):
