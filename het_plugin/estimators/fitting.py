@@ -34,6 +34,7 @@ GROWTH_ITERATIONS = 20
 # Of the fits of `noise_path`.
 PATH_TOLERANCE = 1e-3
 PATH_ITERATIONS = 60
+_SEEN_GAP = 1e-3  # nats; a smaller gap of far rows is no warning
 TAU_GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
@@ -87,7 +88,7 @@ def fit(
       data = _Data.of(x, targets, weight)
       det_fit = data.fit_of(start, model, settings)
       mean = data.mean
-      done = data.fit(fitted, data.weight, settings, det_fit, near)
+      done = data.bounded(fitted, data.fit(fitted, data.weight, settings, det_fit, near), settings)
   if fitted != model:
     params = starts.without_noise(model.init(settings.seed, x.shape[1]), done.params)
     done = dataclasses.replace(done, params=params)
@@ -119,12 +120,14 @@ class _Data:
   Attributes:
     x, targets, weight: as in `fit`.
     mean: [D], the centre of `inputs.spread`.
+    far: int [f], the rows of `inputs.far_alone`.
   """
 
   x: np.ndarray
   targets: Targets
   weight: np.ndarray
   mean: np.ndarray
+  far: np.ndarray
 
   @classmethod
   def of(cls, x: np.ndarray, targets: Targets, weight: np.ndarray) -> '_Data':
@@ -136,7 +139,37 @@ class _Data:
       x, values, weight = inputs.merged(x, values, weight)
     targets = dataclasses.replace(targets, values=values)
     where = inputs.spread(x, np.average(x, axis=0, weights=weight))
-    return cls(inputs.moved_in(x, where, len(x)), targets, weight, where.centre)
+    far = inputs.far_alone(x, where)
+    x = inputs.moved_in(x, where, len(x))
+    inputs.check_squares(x, where.centre)
+    return cls(x, targets, weight, where.centre, far)
+
+  def bounded(self, model: Model, done: lbfgs.FitResult, settings: FitSettings) -> lbfgs.FitResult:
+    """The fit with a gap that holds where rows are far from the others.
+
+    A far row has a curvature so large that float32 may see no slope in other directions. But its
+    loss is not negative, so no parameters have less than the least objective of the other rows. The
+    gap is at most the distance from that one.
+    """
+    weight = self.weight.copy()
+    weight[self.far] = 0.0
+    if not len(self.far) or not weight.any():
+      return done
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore', ConvergenceWarning)
+      near = starts.Near(done.params, done.params)
+      others = self.fit(model, weight, settings, None if model.head == 'det' else done, near)
+    least = (others.objective - others.gap) * weight.sum() / self.weight.sum()
+    gap = max(done.gap, done.objective - least)
+    if gap - done.gap > max(settings.tol, _SEEN_GAP):
+      warnings.warn(
+        f'{len(self.far)} of the {len(self.x)} rows of X are more than {inputs.FAR:g} times as far '
+        f'from the centre as most: the objective of {model.head} may be up to {gap:.1g} nats above '
+        'its optimum, which is what these rows cost; float32 does not tell more',
+        ConvergenceWarning,
+        stacklevel=4,
+      )
+    return dataclasses.replace(done, gap=gap)
 
   def fit_of(self, start: Any, model: Model, settings: FitSettings) -> lbfgs.FitResult | None:
     """`_fit_of`, if it is a fit to these labels and weights, too."""

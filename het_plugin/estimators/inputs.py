@@ -23,6 +23,7 @@ FAR = 1000.0  # a mean this many distances away costs ten of the 24 bits of floa
 _LIMIT = 64
 _LEAST_LIMIT = 2.0**18
 _LARGEST = 1e12
+_LARGEST_SUM = 1e38  # of squares
 
 
 def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
@@ -96,6 +97,11 @@ class Spread(NamedTuple):
   centre: np.ndarray
   distance: np.ndarray
 
+  def times(self, x: np.ndarray) -> np.ndarray:
+    """How many distances each entry of x [n, D] is from the centre, 0 where that is unknown."""
+    known = self.distance > 0
+    return np.abs(x - self.centre) * np.where(known, 1 / np.where(known, self.distance, 1), 0.0)
+
 
 def spread(x: np.ndarray, mean: np.ndarray) -> Spread:
   """Where most rows of x [N, D] lie, from about `_SPREAD_ROWS` of them and the mean [D] of all.
@@ -126,23 +132,21 @@ def moved_in(x: np.ndarray, where: Spread, num_rows: int) -> np.ndarray:
     ValueError: rows share an entry whose square float32 cannot hold.
   """
   limit = max(_LIMIT * num_rows, _LEAST_LIMIT)
-  scale = np.where(where.distance > 0, 1 / np.where(where.distance > 0, where.distance, 1), 0.0)
-  parts = (slice(i, i + _PART_ROWS) for i in range(0, len(x), _PART_ROWS))
-  size = np.concatenate([(np.abs(x[i] - where.centre) * scale).max(axis=1) for i in parts])
+  size = _sizes(x, where)
   far = np.flatnonzero(size > limit)
   if not len(far):
     return x
   rows = x[far].astype(np.float64)
-  times = np.abs(rows - where.centre) * scale  # [f, D]
+  times = where.times(rows)  # [f, D]
   column = times.argmax(axis=1)
-  largest = np.stack([column, rows[np.arange(len(far)), column]], axis=1)
-  _, of_row, count = np.unique(largest, axis=0, return_inverse=True, return_counts=True)
-  is_shared = count[of_row.ravel()] > 1
+  largest = rows[np.arange(len(far)), column]
+  count = _sharing(rows, column)
+  is_shared = count > 1
   is_wrong = is_shared & ((times > limit).sum(axis=1) > 1) | is_shared & (size[far] > _LARGEST)
   if is_wrong.any():
     i = int(np.argmax(is_wrong))
     message = (
-      f'X has {largest[i, 1]:g} in {count[of_row.ravel()[i]]} rows of feature {column[i]}, '
+      f'X has {largest[i]:g} in {count[i]} rows of feature {column[i]}, '
       f'{size[far[i]]:.0e} times as far from most rows as they are from each other, which float32 '
       'cannot fit: if it stands for missing values, take a number near the others'
     )
@@ -162,6 +166,38 @@ def moved_in(x: np.ndarray, where: Spread, num_rows: int) -> np.ndarray:
   factor = np.where(times > FAR, limit / size[far, None], 1.0)
   x[alone] = (where.centre + factor * (rows - where.centre))[~is_shared]
   return x
+
+
+def _sizes(x: np.ndarray, where: Spread) -> np.ndarray:
+  """How many distances the farthest entry of each row is from the centre, float64 [N]."""
+  parts = (slice(i, i + _PART_ROWS) for i in range(0, len(x), _PART_ROWS))
+  return np.concatenate([where.times(x[i]).max(axis=1) for i in parts])
+
+
+def _sharing(rows: np.ndarray, column: np.ndarray) -> np.ndarray:
+  """How many of the rows [f, D] have the same entry in the same column, given int [f], int [f]."""
+  entry = np.stack([column, rows[np.arange(len(rows)), column]], axis=1)
+  _, of_row, count = np.unique(entry, axis=0, return_inverse=True, return_counts=True)
+  return count[of_row.ravel()]
+
+
+def far_alone(x: np.ndarray, where: Spread) -> np.ndarray:
+  """Numbers of the rows more than `FAR` distances from the centre, which share no far entry."""
+  far = np.flatnonzero(_sizes(x, where) > FAR)
+  if not len(far):
+    return far
+  rows = x[far].astype(np.float64)
+  return far[_sharing(rows, where.times(rows).argmax(axis=1)) == 1]
+
+
+def check_squares(x: np.ndarray, centre: np.ndarray) -> None:
+  """Raises ValueError if float32 cannot hold the sums of squares of x - centre [N, D]."""
+  largest = max((x.max(axis=0) - centre).max(), (centre - x.min(axis=0)).max())
+  if len(x) * float(largest) ** 2 > _LARGEST_SUM:
+    raise ValueError(
+      f'X has values {largest:.0e} from the centre, whose squares float32 cannot hold: standardise '
+      f'X, or divide it by {largest:.0e}'
+    )
 
 
 def labels_of_rows(x: Any, y: Any) -> np.ndarray:

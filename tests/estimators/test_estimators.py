@@ -84,10 +84,35 @@ def test_a_row_that_is_far_ends_at_the_optimum(scale):
   nll = -np.log(reference.predict_proba(x.astype(np.float64))[np.arange(N), y]).sum()
   expected = (nll + np.square(reference.coef_).sum() / 2) / N
   x[0] *= np.float32(scale / 1e4)
-  with pytest.warns(UserWarning, match='1 of the 100 rows of X are much larger than the others'):
+  with (
+    pytest.warns(UserWarning, match='1 of the 100 rows of X are much larger than the others'),
+    pytest.warns(ConvergenceWarning, match='may be up to 0.04 nats above its optimum'),
+  ):
     det = DetClassifier().fit(x, y)
   assert det.objective_ == pytest.approx(expected, abs=1e-3)
   assert det.score(x, y) == pytest.approx(reference.score(x, y), abs=0.02)
+
+
+def test_the_gap_of_far_rows_holds_and_the_fit_warns():
+  """Two far rows of different classes hide the slope of the third class from float32."""
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(300, 8))
+  y = (2 * x[:, :3] + rng.gumbel(size=(300, 3))).argmax(axis=1)
+  far = np.flatnonzero(y == 1)[:2]
+  x[far, 2] = (4e4, 1.4e5)
+  y[far[0]] = 2
+  reference = optimum(x, y, 1.0)
+  nll = -np.log(reference.predict_proba(x)[np.arange(300), y]).sum()
+  least = (nll + np.square(reference.coef_).sum() / 2) / 300
+  with pytest.warns(ConvergenceWarning, match='2 of the 300 rows of X are more than 1000 times'):
+    det = DetClassifier().fit(x, y)
+  assert det.objective_ - det.gap_ < least < det.objective_ + 1e-5
+
+
+def test_features_whose_squares_float32_cannot_hold_are_refused():
+  x, y = problem(N)
+  with pytest.raises(ValueError, match=r'X has values .*e\+20 from the centre, .* standardise X'):
+    DetClassifier().fit(x * 1e20, y)
 
 
 def test_a_number_for_missing_values_is_no_row_that_is_far():
