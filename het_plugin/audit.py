@@ -24,7 +24,10 @@ from pathlib import Path
 from absl import flags
 
 from het_plugin.cli import command_line
-from het_plugin.estimators import audit, probe
+from het_plugin.estimators import CLASSIFIERS
+from het_plugin.estimators.audit import ROUNDS
+from het_plugin.estimators.probe import Settings
+from het_plugin.evaluation import audit
 from het_plugin.rows import files
 from het_plugin.system import distributed, flag_values, stopping
 from het_plugin.weights import is_weights_file
@@ -44,7 +47,7 @@ def define_flags() -> None:
   flags.DEFINE_string(
     'output_dir', 'representations', 'With --checkpoint: where to write its file.'
   )
-  flags.DEFINE_enum('head', 'det', list(probe.CLASSIFIERS), 'The head to fit.')
+  flags.DEFINE_enum('head', 'det', list(CLASSIFIERS), 'The head to fit.')
   flags.DEFINE_list('C', ['1'], 'Inverse strength of the regularisation, as in scikit-learn.')
   flags.DEFINE_list(
     'C_noise', ['0.1'], 'Inverse strength of the regularisation of the noise, or auto.'
@@ -52,7 +55,7 @@ def define_flags() -> None:
   flags.DEFINE_list('num_factors', ['4'], 'R.')
   flags.DEFINE_integer(
     'rounds',
-    audit.ROUNDS,
+    ROUNDS,
     'Largest number of rounds. From the second one on, the head is fitted to what was found.',
     lower_bound=1,
   )
@@ -79,7 +82,7 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
   F = flags.FLAGS
   with command_line.one_sentence_errors(argv):
-    settings = probe.Settings(
+    settings = Settings(
       heads=[F.head],
       c=[flag_values.positive_or_word('C', value, ()) for value in F.C],
       c_noise=[flag_values.positive_or_word('C_noise', value, ('auto',)) for value in F.C_noise],

@@ -21,8 +21,7 @@ from absl import flags
 
 from het_plugin import reporting
 from het_plugin.cli import command_line
-from het_plugin.estimators import noise_gain
-from het_plugin.evaluation import evaluate, uncertainty_report
+from het_plugin.evaluation import evaluate, noise_test, uncertainty_report
 from het_plugin.evaluation.names import short_names
 from het_plugin.runs import configuration
 from het_plugin.system import distributed, flag_values, run_files
@@ -93,14 +92,14 @@ def noise_tests(settings: evaluate.EvaluateSettings) -> reporting.Report:
   command_line.check_unused(unused, '--noise_test')
   configs = [configuration(source, *command_line.gin_settings()) for source in F.checkpoint]
   for config in configs:
-    noise_gain.check_run(config.checkpoint.path, config.argument('model'))
+    noise_test.check_run(config.checkpoint.path, config.argument('model'))
   settings = evaluate.fitted(settings, configs)
   limits = {'batch_size': F.batch_size, 'max_examples': F.max_examples}
   found = {
-    name: noise_gain.of_run(config.open(), settings.dataset, settings.split, **limits)
+    name: noise_test.of_run(config.open(), settings.dataset, settings.split, **limits)
     for name, config in zip(short_names(F.checkpoint), configs, strict=True)
   }
-  return noise_gain.make_report(found, f'{settings.dataset}, split {settings.split}')
+  return noise_test.make_report(found, f'{settings.dataset}, split {settings.split}')
 
 
 def main(argv: Sequence[str]) -> None:

@@ -23,7 +23,9 @@ from absl import flags
 
 from het_plugin import reporting
 from het_plugin.cli import command_line
-from het_plugin.estimators import noise_gain, probe
+from het_plugin.estimators import CLASSIFIERS
+from het_plugin.estimators.probe import Settings
+from het_plugin.evaluation import noise_test, probe
 from het_plugin.system import distributed, flag_values, stopping
 
 
@@ -47,7 +49,7 @@ def define_flags() -> None:
   flags.DEFINE_string(
     'output_dir', 'representations', 'With --checkpoint: where to write its files.'
   )
-  flags.DEFINE_list('heads', ['det', 'het_xl'], f'Heads to fit: {", ".join(probe.CLASSIFIERS)}.')
+  flags.DEFINE_list('heads', ['det', 'het_xl'], f'Heads to fit: {", ".join(CLASSIFIERS)}.')
   flags.DEFINE_string('baseline', None, 'The head to compare with. Default: the first.')
   flags.DEFINE_list('C', ['1'], 'Inverse strength of the regularisation, as in scikit-learn.')
   flags.DEFINE_list(
@@ -69,10 +71,10 @@ def define_flags() -> None:
   flags.DEFINE_string('html', None, 'Where to write a page with plots.')
 
 
-def settings() -> probe.Settings:
+def settings() -> Settings:
   F = flags.FLAGS
   same = 'heads baseline folds validation num_samples tol max_iter seed target'.split()
-  return probe.Settings(
+  return Settings(
     c=[flag_values.positive_or_word('C', value, ()) for value in F.C],
     c_noise=[flag_values.positive_or_word('C_noise', value, ('auto',)) for value in F.C_noise],
     num_factors=flag_values.integers('num_factors', F.num_factors, 1),
@@ -83,7 +85,7 @@ def settings() -> probe.Settings:
   )
 
 
-def tested(train: probe.FileOrArrays, chosen: probe.Settings) -> reporting.Report:
+def tested(train: probe.FileOrArrays, chosen: Settings) -> reporting.Report:
   """The report of --noise_test."""
   F = flags.FLAGS
   unused = 'test ood baseline C_noise tau hidden_layers validation num_samples mesh'.split()
@@ -94,7 +96,7 @@ def tested(train: probe.FileOrArrays, chosen: probe.Settings) -> reporting.Repor
   settings = {name: getattr(chosen, name) for name in ('folds', 'tol', 'max_iter', 'seed')}
   if F['heads'].present:
     settings['heads'] = [name for name in chosen.heads if name != 'det']
-  return noise_gain.of_rows(
+  return noise_test.of_rows(
     train, chosen.target, C=chosen.c[0], num_factors=chosen.num_factors[0], **settings
   )
 

@@ -9,7 +9,7 @@ import pytest
 from flax import traverse_util
 from PIL import Image
 
-from het_plugin import data, estimators, represent, weights
+from het_plugin import data, estimators, represent, runs, weights
 from het_plugin import rows as rows_lib
 from het_plugin.config import parsing
 from het_plugin.evaluation import represent as represent_lib
@@ -101,7 +101,7 @@ def test_a_head_fitted_to_representations_goes_over_the_backbone(digits_run, cal
   train, test = (f'{tmp_path}/digits/pre_logits/{x}.safetensors' for x in ('train', 'test'))
   fitted = estimators.DetClassifier(max_iter=20, tol=0.1).fit(train)
   start = f'{tmp_path}/start.safetensors'
-  estimators.to_checkpoint(fitted, start, backbone=str(digits_run[0]))
+  estimators.to_checkpoint(fitted, start, backbone=runs.configuration(digits_run[0]))
   parsing.parse_config(
     ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/det.gin'],
     [
@@ -126,7 +126,7 @@ def test_a_head_fitted_to_representations_goes_over_the_backbone(digits_run, cal
   (trained,) = series(tmp_path / 'run', 'training_eval/digits/nll').values()
   y = rows_lib.read(test).label
   assert trained == pytest.approx(fitted.nll(test, y).mean(), abs=1e-4)
-  opened = estimators.from_run(str(tmp_path / 'run'))
+  opened = runs.head_estimator(str(tmp_path / 'run'))
   assert opened.nll(test, y).mean() == pytest.approx(trained, abs=1e-4)
 
 

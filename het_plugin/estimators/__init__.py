@@ -7,7 +7,7 @@ from het_plugin.estimators.classifiers import (
   HetHClassifier,
   HetXLClassifier,
 )
-from het_plugin.estimators.files import from_head, from_run, head_params, load, save, to_checkpoint
+from het_plugin.estimators.files import from_head, head_params, load, save, to_checkpoint
 from het_plugin.estimators.out_of_fold import cross_val_predict
 from het_plugin.estimators.serving import export
 
@@ -20,7 +20,6 @@ __all__ = [
   'cross_val_predict',
   'export',
   'from_head',
-  'from_run',
   'head_params',
   'load',
   'save',

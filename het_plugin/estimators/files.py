@@ -213,8 +213,8 @@ def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) ->
   Args:
     estimator: a fitted one. What its calibration adds is left out.
     path: a .safetensors or .npz file.
-    backbone: what made the features: the directory of a run (the parameters that it is evaluated
-      with), a file of weights in our names, or {'backbone/...': array}.
+    backbone: what made the features: `runs.configuration(...)` of a run (the parameters that it is
+      evaluated with), a file of weights in our names, or {'backbone/...': array}.
 
   Raises:
     ValueError: the estimator has hidden layers and there is a backbone below them, or the backbone
@@ -230,12 +230,15 @@ def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) ->
       'layers between backbone and head: fit without them'
     )
   if not isinstance(backbone, dict):
-    if weights.is_weights_file(backbone):
+    if hasattr(backbone, 'read_params'):
+      backbone = backbone.read_params()
+    elif weights.is_weights_file(backbone):
       backbone = weights.read_arrays(backbone)
     else:
-      from het_plugin import runs  # imports TensorFlow
-
-      backbone = runs.configuration(backbone).read_params()
+      raise ValueError(
+        f'backbone={str(backbone)!r} must be a file of weights (.npz, .safetensors), or of a run '
+        f'runs.configuration({str(backbone)!r})'
+      )
   found = {name: x for name, x in backbone.items() if name.startswith('backbone/')}
   if not found:
     raise ValueError('the backbone has no parameters under backbone/')
@@ -292,22 +295,6 @@ def _all_buckets(estimator, flat):
       x = zeros
     full[name] = x
   return full
-
-
-def from_run(checkpoint: str, classes: Any = None) -> HeadClassifier:
-  """The head of a training run as an estimator of its pre-logits, which `represent` writes.
-
-  Args:
-    checkpoint: directory of a run (its newest checkpoint), or of one checkpoint in it.
-    classes: [K] names; None numbers them.
-
-  Raises:
-    ValueError: there is no checkpoint, or the head has settings that no estimator has.
-  """
-  from het_plugin import runs  # imports TensorFlow
-
-  run = runs.open_run(checkpoint)
-  return from_head(run.model.head, run.params['head'], classes)
 
 
 def from_head(

@@ -16,7 +16,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -31,6 +31,9 @@ from het_plugin.runs.run import Run
 from het_plugin.training import class_names, initial_state, optimizers
 from het_plugin.training import state as state_lib
 from het_plugin.weights import layouts
+
+if TYPE_CHECKING:
+  from het_plugin.estimators.classifier import HeadClassifier
 
 _log = logging.getLogger(__name__)
 
@@ -270,6 +273,24 @@ def open_run(
     ValueError: as in `configuration`, or the parameters do not fit the model.
   """
   return configuration(checkpoint, gin_files, bindings, search_paths, published).open()
+
+
+def head_estimator(
+  checkpoint: epath.PathLike | Checkpoint, classes: Any = None
+) -> 'HeadClassifier':
+  """The head of a training run as an estimator of its pre-logits, which `represent` writes.
+
+  Args:
+    checkpoint: as in `configuration`.
+    classes: [K] names; None numbers them.
+
+  Raises:
+    ValueError: there is no checkpoint, or the head has settings that no estimator has.
+  """
+  from het_plugin.estimators import from_head  # needs scikit-learn
+
+  run = open_run(checkpoint)
+  return from_head(run.model.head, run.params['head'], classes)
 
 
 def _published_bindings(checkpoint: Checkpoint, of_towers: bool, with_text: bool) -> list[str]:

@@ -38,8 +38,9 @@ from sklearn.exceptions import ConvergenceWarning
 from benchmarks.command_line import integers, make_parser, names, print_table, read_json, write_json
 from het_plugin.estimators import CLASSIFIERS, lbfgs, objective, targets, whitening
 from het_plugin.estimators.model import Model
-from het_plugin.estimators.probe import choose, extreme_share, price
+from het_plugin.estimators.probe import choose, price
 from het_plugin.integrate import LINKS
+from het_plugin.measures.comparison import extreme_share
 from het_plugin.measures.uncertainty import stderr
 from het_plugin.reporting import style
 

@@ -51,8 +51,8 @@ from benchmarks.command_line import (
 )
 from het_plugin.data.glyphs import NoisyGlyphSource
 from het_plugin.estimators import load, save
-from het_plugin.estimators.probe import extreme_share
 from het_plugin.measures import uncertainty
+from het_plugin.measures.comparison import extreme_share
 from het_plugin.rows import read as read_rows
 from studies.known_truth.known_truth import fit_best
 

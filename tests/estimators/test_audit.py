@@ -10,9 +10,11 @@ import pytest
 from sklearn.metrics import average_precision_score
 
 from het_plugin import rows as rows_lib
-from het_plugin.estimators import DetClassifier, inputs, minibatch, noise_gain, probe
+from het_plugin.estimators import DetClassifier, inputs, minibatch, noise_gain
 from het_plugin.estimators import audit as audit_lib
 from het_plugin.estimators.probe import Settings
+from het_plugin.evaluation import audit as audit_report
+from het_plugin.evaluation import probe
 from het_plugin.evaluation.examples import Examples
 
 
@@ -75,8 +77,8 @@ def test_suggested_labels_of_padded_votes_can_be_read(tmp_path):
   votes = {'annotator': np.minimum(padded, 0), 'label_weight': np.float32(padded >= 0)}
   rows = rows_lib.Rows({'features': x}, padded, np.arange(60), **votes)
   p = (np.arange(10) == truth[:, None]) * 0.9 + 0.01
-  listed = audit_lib.Listed(rows, label, audit_lib.measure.audit(p, label), np.arange(60))
-  audit_lib.write_suggested(tmp_path / 'fixed.npz', listed)
+  listed = audit_report.Listed(rows, label, audit_report.measure.audit(p, label), np.arange(60))
+  audit_report.write_suggested(tmp_path / 'fixed.npz', listed)
   fixed = rows_lib.read(str(tmp_path / 'fixed.npz'))
   assert fixed.annotator is None and (fixed.label == truth).mean() > (label == truth).mean()
 
@@ -109,13 +111,13 @@ def test_rounds_find_what_a_fit_to_the_labels_does_not():
 def test_a_worse_round_is_not_taken(monkeypatch):
   x, _, label = problem(300)
   nll = iter([1.0, 0.9, 0.8995, 0.95, 0.5])
-  audit = audit_lib.measure.audit
+  audit = audit_report.measure.audit
 
   def audited(p, y):
     return dataclasses.replace(audit(p, y), nll=next(nll))
 
-  monkeypatch.setattr(audit_lib.measure, 'audit', audited)
-  found, _, chosen = audit_lib._audit(x, label, Settings(**SETTINGS), 10)
+  monkeypatch.setattr(audit_report.measure, 'audit', audited)
+  found, _, chosen = audit_lib.in_rounds(x, label, Settings(**SETTINGS), 10)
   assert chosen == 3 and found.nll == 0.8995  # two rounds have gained less than 0.002 nats
 
 
@@ -136,7 +138,7 @@ def test_wrong_labels_are_one_sentence():
 
 PEAK = """
 import sys
-from het_plugin.estimators import audit, probe
+from het_plugin.evaluation import audit, probe
 sys.path.insert(0, 'benchmarks')
 from probe import memory_watched
 settings = probe.Settings(['det'], folds=2, solver='adam', max_iter=1, progress=False)
@@ -184,7 +186,9 @@ def test_where_the_task_knows_the_truth_the_report_counts_wrong_labels(tmp_path)
   features = np.float32(truth[:, None] == group)
   rows = rows_lib.Rows({'features': features}, label, index)
   rows_lib.write(tmp_path / 'rows.npz', rows)
-  report = audit_lib.report(str(tmp_path / 'rows.npz'), Settings(**SETTINGS, max_iter=30), examples)
+  report = audit_report.report(
+    str(tmp_path / 'rows.npz'), Settings(**SETTINGS, max_iter=30), examples
+  )
   found = report.json['truth']
   is_wrong = label[:, 0] != truth
   assert found['wrong'] == is_wrong.sum() > 5

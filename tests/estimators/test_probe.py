@@ -14,7 +14,9 @@ from sklearn.linear_model import LogisticRegression
 
 from het_plugin import probe as probe_main
 from het_plugin import reporting
-from het_plugin.estimators import DetClassifier, lbfgs, probe
+from het_plugin.estimators import DetClassifier, lbfgs
+from het_plugin.estimators.probe import choose
+from het_plugin.evaluation import probe
 from het_plugin.system import exit_codes
 from tests.waiting import wait_for
 
@@ -253,12 +255,12 @@ def test_of_the_noise_the_least_within_a_standard_error_is_chosen():
     return np.stack([base - gain + (gain > 0) * spread for gain in gains])
 
   # R is that of the best point, at 0.1 beyond and at 0.04 within a standard error of no noise.
-  assert probe.choose(grid, nll([0, 0, 0.1, 0, 0, 0])) == 2
-  assert probe.choose(grid, nll([0, 0, 0.04, 0, 0, 0])) == 0
+  assert choose(grid, nll([0, 0, 0.1, 0, 0, 0])) == 2
+  assert choose(grid, nll([0, 0, 0.04, 0, 0, 0])) == 0
   # The error is that of the paired difference, which is 0 between points that err alike.
-  assert probe.choose(grid, nll([0, 0, 0, 0.1, 0, 0.11])) == 5
+  assert choose(grid, nll([0, 0, 0, 0.1, 0, 0.11])) == 5
   # C_noise=None is 0.03 C.
-  assert probe.choose([{'C': 1.0, 'C_noise': None}, {'C': 1.0, 'C_noise': 0.01}], nll([0, 0])) == 1
+  assert choose([{'C': 1.0, 'C_noise': None}, {'C': 1.0, 'C_noise': 0.01}], nll([0, 0])) == 1
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def test_the_average_of_the_parameters_is_opened_unless_told_otherwise(digits_ru
   assert 'RestoreCheckpointConfig.ema = True' in study.gin_bindings
   head = heads.Det(10)
   det = estimators.from_head(head, drawn(head.init, np.zeros((1, 16), np.float32)))
-  estimators.to_checkpoint(det, tmp_path / 'start.npz', tmp_path)
+  estimators.to_checkpoint(det, tmp_path / 'start.npz', runs.configuration(tmp_path))
   norm = 'backbone/encoder_norm/scale'
   np.testing.assert_array_equal(weights.read_arrays(tmp_path / 'start.npz')[norm], average[norm])
   gin.clear_config()
