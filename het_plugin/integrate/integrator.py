@@ -32,6 +32,7 @@ from het_plugin.integrate.tiles import (
   source_of,
   tile_size,
 )
+from het_plugin.integrate.top_k import largest
 
 METHODS = ('auto', 'exact', 'sample')
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
@@ -187,7 +188,7 @@ class Integrator:
       count = listed.sum(-1, dtype=log_p.dtype)
       nll = -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(count, 1)
     elif (tiling := self._tiling(logits)) is not None:
-      nll = self._tiled_sigmoid_nll(tiling, logits, labels)
+      nll = tiled_losses.sigmoid_nll(tiling, *self._sigmoid_source(logits), labels)
     else:
       on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
       sign = jnp.where(on, 1.0, -1.0).astype(logits.location.dtype)
@@ -247,6 +248,45 @@ class Integrator:
     else:
       log_p = estimate.log_softmax(*self._problem(logits, keys))
     return masked(logits, log_p)
+
+  def top_k(
+    self, logits: GaussianLogits, keys: jax.Array | Draws | None = None, k: int = 5
+  ) -> tuple[jax.Array, jax.Array]:
+    """The k most probable classes, of equally probable ones the first.
+
+    They are those of `log_prob` with the same keys. Where losses are cut into tiles of classes
+    (`class_tile`), so is this, and no array [B, K] is made.
+
+    Args:
+      logits: logits of B examples.
+      keys: as in `nll`.
+      k: from 1 to K.
+
+    Returns:
+      Class ids int32 [B, k], and their log p(k | x) [B, k], in descending order.
+
+    Raises:
+      ValueError: as in `log_prob`, or there are no k classes.
+    """
+    logits = checked(logits)
+    if not 1 <= k <= logits.num_classes:
+      raise ValueError(f'top_k: k={k} must be from 1 to K = {logits.num_classes}')
+    return on_mesh_of_caller(functools.partial(self._top_k, k=k), 'b', logits, keys)
+
+  def _top_k(self, logits, keys, k):
+    tiling = self._tiling(logits)
+    if tiling is None:
+      return largest(self._log_prob(logits, keys), k)
+    if logits.link == 'sigmoid':
+      return tiled_losses.sigmoid_top_k(tiling, *self._sigmoid_source(logits), k)
+    if logits.covariance is None:
+      return tiled_losses.softmax_top_k(tiling, logits, k)
+    if isinstance(logits.projection, Hashed):
+      log_prob = functools.partial(dataclasses.replace(self, class_tile=None)._log_prob, keys=keys)
+      return tiled_losses.hashed_top_k(tiling, logits, logits.projection.buckets, k, log_prob)
+    draws = self._draws(logits, keys, tiling=tiling)
+    plan = self._plan(logits, draws, self.chunk_size or MAX_CHUNK)
+    return tiled_losses.softmax_top_k(tiling, logits, k, plan, draws)
 
   def log_odds(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """log p(y_k = 1 | x) - log p(y_k = 0 | x) of every class of a sigmoid.
@@ -486,18 +526,17 @@ class Integrator:
     noise = logits.noise.scaled(1.0 / logits.temperature)
     return tiled_losses.log_softmax_at(plan, tiling, logits, noise, draws, labels)
 
-  def _tiled_sigmoid_nll(self, tiling, logits, labels):
+  def _sigmoid_source(self, logits):
+    """What the exact sigmoid of a range of classes is made from, and HET-H's buckets or None."""
     logits = self._reduced(logits)
     covariance = logits.covariance
     if covariance is None:
-      return tiled_losses.sigmoid_nll(tiling, source_of(logits), None, labels)
+      return source_of(logits), None
     noise = covariance.scaled(1.0 / logits.temperature)
     if isinstance(logits.projection, Hashed):
-      source = source_of(logits, variance=exact.variances(noise))
-      return tiled_losses.sigmoid_nll(tiling, source, logits.projection.buckets, labels)
+      return source_of(logits, variance=exact.variances(noise)), logits.projection.buckets
     variance = jnp.square(noise.diag) if noise.remainder == 'diag' else None
-    source = source_of(logits, factors_over_tau(noise), variance, is_factors=True)
-    return tiled_losses.sigmoid_nll(tiling, source, None, labels)
+    return source_of(logits, factors_over_tau(noise), variance, is_factors=True), None
 
 
 def _one_tile(logits: GaussianLogits) -> Tiling:

@@ -35,6 +35,12 @@ class Location:
     """As `Integrator.log_prob`; `keys` is ignored."""
     return Integrator().log_prob(_without_noise(logits))
 
+  def top_k(
+    self, logits: GaussianLogits, keys: jax.Array | None = None, k: int = 5
+  ) -> tuple[jax.Array, jax.Array]:
+    """As `Integrator.top_k`; `keys` is ignored."""
+    return Integrator().top_k(_without_noise(logits), k=k)
+
   def log_odds(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """As `Integrator.log_odds`; `keys` is ignored."""
     return Integrator().log_odds(_without_noise(logits))

@@ -14,7 +14,9 @@ Sigmoid. Classes are independent, so the loss is a sum over tiles. Its gradient 
 tiles' gradients.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,7 @@ from het_plugin.integrate.tiles import (
   pull_from_tiles,
   source_of,
 )
+from het_plugin.integrate.top_k import largest_in_tiles
 
 # Softmax of factors or samples
 
@@ -56,9 +59,59 @@ def log_softmax_at(
 ) -> jax.Array:
   """log E[softmax(u)]_y at labels y int32 [B, L] of HET-XL; undefined at labels outside [0, K).
 
-  The normals [B, S, T] exist at one time, and so do all samples in the noise space [B, S, Q] if
-  these are projected. The noise is that of the logits over tau.
+  The noise is that of the logits over tau.
   """
+  source, z, log_weight = _of_samples(plan, logits, noise, draws)
+  of_samples = log_p(*softmax_sums(tiling, source, z, labels)) + log_weight[..., None]
+  return jax.nn.logsumexp(of_samples, axis=(0, 2), b=1.0 / plan.num_samples)  # of [C, B, s, L]
+
+
+def softmax_top_k(
+  tiling: Tiling,
+  logits: GaussianLogits,
+  k: int,
+  plan: Plan | None = None,
+  draws: Draws | Chosen | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """The k most probable classes int32 [B, k] of DET or HET-XL, and their log E[softmax(u)] [B, k].
+
+  Plan and draws are those of HET-XL.
+  """
+  if plan is None:
+    num_samples = 1
+    source = source_of(logits)
+    z = None
+    log_weight = jnp.zeros_like(logits.location, shape=(1, logits.location.shape[0], 1))
+  else:
+    num_samples = plan.num_samples
+    noise = logits.noise.scaled(1.0 / logits.temperature)
+    source, z, log_weight = _of_samples(plan, logits, noise, draws)
+  top, log_total, _ = softmax_sums(tiling, source, z, _no_label(logits))
+
+  def value(tile, z, top, log_total, log_weight):
+    rows, shift = tile.source.rows()
+
+    def of_chunk(inputs):
+      z, top, log_total, log_weight = inputs
+      of_samples = (_logits(rows, shift, z) - top[..., None]) - log_total[..., None]  # [B, s, t]
+      return jax.nn.logsumexp(of_samples + log_weight[..., None], axis=1)
+
+    of_chunks = jax.lax.map(of_chunk, (z, top, log_total, log_weight))  # [C, B, t]
+    return jax.nn.logsumexp(of_chunks, axis=0, b=1.0 / num_samples)
+
+  letters = None if z is None else dims('cbst'), *('cbs',) * 3
+  arrays = z, top, log_total, log_weight
+  return largest_in_tiles(tiling, k, source, value, arrays, letters)
+
+
+def _of_samples(plan, logits, noise, draws):
+  """The source of all samples, or of factors and the normals z [C, B, s, T] that go with them;
+  and the samples' log-weights [C, B, s].
+
+  The normals [B, S, T] exist at one time, and so do all samples in the noise space [B, S, Q] if
+  these are projected.
+  """
+  batch = logits.location.shape[0]
   if not plan.project_first:
     index = jnp.arange(plan.num_samples)
     is_paired = isinstance(draws, Chosen)
@@ -67,25 +120,19 @@ def log_softmax_at(
       z = jnp.concatenate([mean, away], axis=1)
     else:
       z = draws.normals(plan.sampler, index, noise.num_normals)
-    z = jnp.broadcast_to(z, (logits.location.shape[0], *z.shape[1:])).astype(noise.diag.dtype)
+    z = jnp.broadcast_to(z, (batch, *z.shape[1:])).astype(noise.diag.dtype)
     source = source_of(logits, noise.noise(z), is_paired=is_paired)
-    of_samples = log_p(*softmax_sums(tiling, source, None, labels))[0]  # [B, S, L]
-    log_weight = draws.log_weight(index)
-    log_weight = jnp.broadcast_to(log_weight, of_samples.shape[:2])[..., None]
-    return jax.nn.logsumexp(of_samples + log_weight, axis=1, b=1.0 / plan.num_samples)
-  batch = logits.location.shape[0]
+    log_weight = jnp.asarray(draws.log_weight(index), z.dtype)
+    return source, None, jnp.broadcast_to(log_weight, (1, batch, plan.num_samples))
   num_chunks = plan.num_chunks
   index = jnp.arange(num_chunks * plan.chunk_size)
   z = draws.normals(plan.sampler, index, noise.num_normals)  # [B, S, T]
   z = jnp.broadcast_to(z, (batch, *z.shape[1:])).astype(noise.diag.dtype)
   log_weight = jnp.where(index < plan.num_samples, draws.log_weight(index), 2 * PADDED)
   log_weight = jnp.broadcast_to(log_weight, z.shape[:2])
-  source = source_of(logits, factors_over_tau(noise), is_factors=True)
   z = jnp.moveaxis(z.reshape(batch, num_chunks, plan.chunk_size, -1), 1, 0)
   log_weight = jnp.moveaxis(log_weight.reshape(batch, num_chunks, plan.chunk_size), 1, 0)
-  sums = softmax_sums(tiling, source, z, labels)
-  of_samples = log_p(*sums) + log_weight[..., None]  # [C, B, s, L]
-  return jax.nn.logsumexp(of_samples, axis=(0, 2), b=1.0 / plan.num_samples)
+  return source_of(logits, factors_over_tau(noise), is_factors=True), z, log_weight
 
 
 def log_p(top: jax.Array, log_total: jax.Array, at: jax.Array) -> jax.Array:
@@ -243,7 +290,36 @@ def _sum_chunks(function, *chunks):
   return jax.lax.scan(lambda total, chunk: (total + function(*chunk), None), first, rest)[0]
 
 
+def _no_label(logits):
+  return jnp.full_like(logits.location, -1, jnp.int32, shape=(logits.location.shape[0], 1))
+
+
 # Softmax of HET-H
+
+
+def hashed_top_k(
+  tiling: Tiling,
+  logits: GaussianLogits,
+  buckets: jax.Array,
+  k: int,
+  log_prob: Callable[[GaussianLogits], jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+  """The k most probable classes int32 [B, k] of HET-H's softmax, and their log p [B, k].
+
+  `log_prob` is that of the logits over tau of the buckets, [B, H] or more.
+  """
+  num_buckets = logits.noise.diag.shape[-1]
+  source = source_of(logits)
+  top, log_total, _ = bucket_sums(tiling, num_buckets, source, buckets, _no_label(logits))
+  of_buckets = log_prob(BucketSums(buckets, top, log_total).logits(logits))
+
+  def value(tile, top, log_total, of_buckets):
+    own = tile.buckets
+    share = (_location(tile.source) - top[:, own]) - log_total[:, own]  # [B, t]
+    return share + of_buckets[:, own]
+
+  arrays = top, log_total, of_buckets
+  return largest_in_tiles(tiling, k, source, value, arrays, ('bh',) * 3, buckets)
 
 
 def by_buckets(
@@ -382,19 +458,33 @@ def _sigmoid_nll_bwd(tiling, residuals, g):
 sigmoid_nll.defvjp(_sigmoid_nll_fwd, _sigmoid_nll_bwd)
 
 
+def sigmoid_top_k(
+  tiling: Tiling, source: Source, buckets: jax.Array | None, k: int
+) -> tuple[jax.Array, jax.Array]:
+  """The k classes int32 [B, k] with the largest exact p(y_k = 1), and its logarithm [B, k]; source
+  and buckets as in `sigmoid_nll`.
+  """
+  return largest_in_tiles(tiling, k, source, lambda tile: _tile_log_p(tile, 1.0), (), (), buckets)
+
+
 def _tile_nll(source: Source, tile: Tile, labels: jax.Array) -> jax.Array:
   """[B], of the classes of a tile."""
   is_label = (labels[..., None] == tile.classes).any(axis=1)  # [B, t]
-  rows, shift = source.rows()
-  sign = jnp.where(is_label, 1.0, -1.0).astype(rows.dtype)
-  if not source.is_factors and source.variance is None:
-    log_p = jax.nn.log_sigmoid(sign * (rows[:, 0] + shift))
-  else:
-    mean, variance = exact.last_and_squares(rows)
-    if source.variance is not None and tile.buckets is not None:
-      variance += source.variance[:, tile.buckets]
-    elif source.variance is not None:
-      squares = Linear(jnp.square(source.kernel))
-      variance += apply_projection(squares, source.variance[:, None])[:, 0]
-    log_p = exact.log_expected_sigmoid(sign * (mean + shift), variance)
+  log_p = _tile_log_p(dataclasses.replace(tile, source=source), jnp.where(is_label, 1.0, -1.0))
   return -jnp.where(tile.counts, log_p, 0.0).sum(axis=-1)
+
+
+def _tile_log_p(tile: Tile, sign: jax.Array | float) -> jax.Array:
+  """log E[sigmoid(sign u)] of the classes of a tile, [B, t]."""
+  source = tile.source
+  rows, shift = source.rows()
+  sign = jnp.asarray(sign, rows.dtype)
+  if not source.is_factors and source.variance is None:
+    return jax.nn.log_sigmoid(sign * (rows[:, 0] + shift))
+  mean, variance = exact.last_and_squares(rows)
+  if source.variance is not None and tile.buckets is not None:
+    variance += source.variance[:, tile.buckets]
+  elif source.variance is not None:
+    squares = Linear(jnp.square(source.kernel))
+    variance += apply_projection(squares, source.variance[:, None])[:, 0]
+  return exact.log_expected_sigmoid(sign * (mean + shift), variance)

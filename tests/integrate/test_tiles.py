@@ -2,6 +2,7 @@
 memory.
 """
 
+import contextlib
 import dataclasses
 import functools
 
@@ -304,6 +305,56 @@ def test_forward_over_reverse():
     return jax.jit(lambda phi: jax.jvp(jax.grad(loss), (phi,), (jnp.ones_like(phi),))[1])(phi)
 
   assert_close(of(dataclasses.replace(draws, class_tile=TILE)), of(draws), 1e-4)
+
+
+@pytest.mark.parametrize(
+  'name,link,num_samples,mesh',
+  [
+    ('det', 'softmax', 4, (2, 2)),
+    ('det', 'sigmoid', 4, None),
+    ('het_xl', 'softmax', 4, (2, 2)),
+    pytest.param('het_xl', 'softmax', 64, None, marks=pytest.mark.slow),
+    pytest.param('own_kernel', 'softmax', 40, (2, 2), marks=pytest.mark.slow),
+    pytest.param('het_xl', 'sigmoid', 4, (2, 2), marks=pytest.mark.slow),
+    pytest.param('het_h', 'softmax', 4, (2, 2), marks=pytest.mark.slow),
+    pytest.param('het_h', 'sigmoid', 4, None, marks=pytest.mark.slow),
+  ],
+)
+def test_the_k_most_probable_classes(name, link, num_samples, mesh):
+  head, params, phi = problem(name, link)
+  keys = example_keys(jax.random.key(2), jnp.arange(B))
+
+  def run(integrator):
+    @jax.jit
+    def found(params, phi):
+      logits = head.apply({'params': params}, phi)
+      return integrator.top_k(logits, keys, 7), integrator.log_prob(logits, keys)
+
+    return found(params, phi)
+
+  (classes, values), log_prob = run(Integrator(num_samples))
+  expected, order = jax.lax.top_k(log_prob, 7)
+  np.testing.assert_array_equal(classes, order)
+  np.testing.assert_allclose(values, expected, rtol=1e-6)
+  with on_mesh(make_mesh(*mesh)) if mesh else contextlib.nullcontext():
+    (classes, values), _ = run(Integrator(num_samples, class_tile=TILE, chunk_size=3))
+  np.testing.assert_array_equal(classes, order)
+  np.testing.assert_allclose(values, expected, rtol=2e-5)
+
+
+def test_top_k_of_a_million_classes_has_no_array_of_all():
+  head = heads.HetXL(10**6, num_factors=8)
+  phi = jax.ShapeDtypeStruct((256, D), jnp.float32)
+  params = jax.eval_shape(head.init, jax.random.key(0), phi)['params']
+
+  def found(params, phi):
+    keys = example_keys(jax.random.key(2), jnp.arange(256))
+    return Integrator(64).top_k(head.apply({'params': params}, phi), keys, 5)
+
+  memory = jax.jit(found).lower(params, phi).compile().memory_analysis()
+  assert memory.temp_size_in_bytes < 256 * 2**20
+  with pytest.raises(ValueError, match='k=6 must be from 1 to K = 5'):
+    Integrator().top_k(GaussianLogits(jnp.zeros((1, 5)), None, None, jnp.float32(1), 5), k=6)
 
 
 @pytest.mark.parametrize('mesh', [None, (2, 4)])
