@@ -273,6 +273,10 @@ class Integrator:
       raise ValueError(f'top_k: k={k} must be from 1 to K = {logits.num_classes}')
     return on_mesh_of_caller(functools.partial(self._top_k, k=k), 'b', logits, keys)
 
+  def is_tiled(self, logits: GaussianLogits) -> bool:
+    """Whether `nll` and `top_k` of these logits go through tiles of classes (`class_tile`)."""
+    return self._tiling(checked(logits)) is not None
+
   def _top_k(self, logits, keys, k):
     tiling = self._tiling(logits)
     if tiling is None:

@@ -41,6 +41,10 @@ class Location:
     """As `Integrator.top_k`; `keys` is ignored."""
     return Integrator().top_k(_without_noise(logits), k=k)
 
+  def is_tiled(self, logits: GaussianLogits) -> bool:
+    """As `Integrator.is_tiled`."""
+    return Integrator().is_tiled(_without_noise(logits))
+
   def log_odds(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """As `Integrator.log_odds`; `keys` is ignored."""
     return Integrator().log_odds(_without_noise(logits))

@@ -215,18 +215,24 @@ class ClassificationModel:
     """
     mask = batches.mask(batch)
     logits, _ = self._logits(params, batch)
-    log_prob = self._log_prob(logits, batch)
-    target = soft_labels.targets(batch, logits)
-    if logits.link == 'sigmoid':  # near p = 1, log(1 - p) cannot be computed from log p
-      nll = soft_labels.nll(self.eval_integrator, logits, batch, self._eval_keys(batch))
+    has_votes = 'label_weight' in batch or batch['label'].shape[-1] > 1
+    has_shares = logits.link == 'softmax' and has_votes
+    if 'label_weight' not in batch and not has_shares and self.eval_integrator.is_tiled(logits):
+      nll, correct, confidence = self._scores_in_tiles(logits, batch)
     else:
-      nll = jnp.where(target == 0, 0.0, -target * log_prob).sum(-1)
-    correct = soft_labels.right(log_prob, target)
+      log_prob = self._log_prob(logits, batch)
+      target = soft_labels.targets(batch, logits)
+      if logits.link == 'sigmoid':  # near p = 1, log(1 - p) cannot be computed from log p
+        nll = soft_labels.nll(self.eval_integrator, logits, batch, self._eval_keys(batch))
+      else:
+        nll = jnp.where(target == 0, 0.0, -target * log_prob).sum(-1)
+      correct = soft_labels.right(log_prob, target)
+      confidence = jnp.exp(log_prob.max(-1))
     metrics = metrics_lib.base_metrics(nll, correct, logits.temperature, mask)
     metrics['ece'] = metrics_lib.ExpectedCalibrationError.from_model_output(
-      jnp.exp(log_prob.max(-1)), correct, mask=mask
+      confidence, correct, mask=mask
     )
-    if logits.link == 'softmax' and ('label_weight' in batch or batch['label'].shape[-1] > 1):
+    if has_shares:
       metrics['disagreement'] = metrics_lib.DisagreementCorrelation.from_model_output(
         log_prob, target, logits.num_classes, mask
       )
@@ -247,9 +253,9 @@ class ClassificationModel:
     """
     del rng
     logits, _ = self._logits(params, batch)
-    log_prob = self._log_prob(logits, batch)
-    top = _top_k(log_prob, min(5, logits.num_classes))
-    return top[:, :1], {'log_prob': log_prob.max(-1, keepdims=True), 'top5': top}
+    keys = self._eval_keys(batch)
+    top, log_prob = self.eval_integrator.top_k(logits, keys, min(5, logits.num_classes))
+    return top[:, :1], {'log_prob': log_prob[:, :1], 'top5': top}
 
   def score_batch(
     self, params: PyTree, batch: Batch, return_intermediates: bool = False
@@ -347,15 +353,17 @@ class ClassificationModel:
   def _log_prob(self, logits: GaussianLogits, batch: Batch) -> jax.Array:
     return self.eval_integrator.log_prob(logits, self._eval_keys(batch))  # [B, Kp]
 
-
-def _top_k(log_prob: jax.Array, k: int) -> jax.Array:
-  """The k most probable classes in order, int32 [B, k], from log_prob [B, Kp].
-
-  A sharded `lax.top_k` gathers all classes of all examples on every device; argmax does not.
-  """
-  classes = jnp.arange(log_prob.shape[-1])
-  top = []
-  for _ in range(k):
-    top.append(jnp.argmax(log_prob, axis=-1))
-    log_prob = jnp.where(classes == top[-1][:, None], -jnp.inf, log_prob)
-  return jnp.stack(top, axis=-1)
+  def _scores_in_tiles(
+    self, logits: GaussianLogits, batch: Batch
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The NLL, whether the most probable class is right, and its probability, each [B], without an
+    array of all classes; of equally probable classes the first counts.
+    """
+    integrator = self.eval_integrator
+    if isinstance(integrator, Integrator):  # one distribution for all: the samples of `log_prob`
+      integrator = dataclasses.replace(integrator, tilt=False)
+    keys = self._eval_keys(batch)
+    nll = integrator.nll(logits, batch['label'], keys)
+    top, log_prob = integrator.top_k(logits, keys, 1)
+    correct = soft_labels.correct(top[:, 0], batch, logits.link)
+    return nll, correct, jnp.exp(log_prob[:, 0])

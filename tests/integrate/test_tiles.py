@@ -312,7 +312,7 @@ def test_forward_over_reverse():
   [
     ('det', 'softmax', 4, (2, 2)),
     ('det', 'sigmoid', 4, None),
-    ('het_xl', 'softmax', 4, (2, 2)),
+    pytest.param('het_xl', 'softmax', 4, (2, 2), marks=pytest.mark.slow),
     pytest.param('het_xl', 'softmax', 64, None, marks=pytest.mark.slow),
     pytest.param('own_kernel', 'softmax', 40, (2, 2), marks=pytest.mark.slow),
     pytest.param('het_xl', 'sigmoid', 4, (2, 2), marks=pytest.mark.slow),
@@ -342,19 +342,10 @@ def test_the_k_most_probable_classes(name, link, num_samples, mesh):
   np.testing.assert_allclose(values, expected, rtol=2e-5)
 
 
-def test_top_k_of_a_million_classes_has_no_array_of_all():
-  head = heads.HetXL(10**6, num_factors=8)
-  phi = jax.ShapeDtypeStruct((256, D), jnp.float32)
-  params = jax.eval_shape(head.init, jax.random.key(0), phi)['params']
-
-  def found(params, phi):
-    keys = example_keys(jax.random.key(2), jnp.arange(256))
-    return Integrator(64).top_k(head.apply({'params': params}, phi), keys, 5)
-
-  memory = jax.jit(found).lower(params, phi).compile().memory_analysis()
-  assert memory.temp_size_in_bytes < 256 * 2**20
+def test_there_are_k_classes():
+  logits = GaussianLogits(jnp.zeros((1, 5)), None, None, jnp.float32(1), 5)
   with pytest.raises(ValueError, match='k=6 must be from 1 to K = 5'):
-    Integrator().top_k(GaussianLogits(jnp.zeros((1, 5)), None, None, jnp.float32(1), 5), k=6)
+    Integrator().top_k(logits, k=6)
 
 
 @pytest.mark.parametrize('mesh', [None, (2, 4)])
