@@ -34,7 +34,7 @@ IMAGE_NAMES = ('image', 'img', 'jpg', 'jpeg', 'png', 'webp', 'picture')
 LABEL_NAMES = ('label', 'labels', 'cls', 'class', 'category', 'target', 'y')
 CAPTION_NAMES = ('caption', 'captions', 'text', 'texts', 'txt')
 _THREADS = 16  # that read the beginnings of files
-_CACHE_BYTES = 2**28  # of decoded row groups
+_CACHE_BYTES = 2**30  # of decoded row groups, which the order of blocks needs at a time
 _GROUP_BYTES = 2**30  # a larger row group is refused
 
 
@@ -301,7 +301,7 @@ class ParquetSource:
   @functools.cached_property
   def typical_side(self) -> float:
     rows = next(iter(self._rows.values()))
-    if self.is_remote:  # those of the first row group
+    if self._files.paths[0].is_remote:  # those of the first row group
       rows = rows[: self._files.blocks(rows)[1]]
     return preprocess.typical_side(rows, self._files.images)
 
@@ -313,10 +313,7 @@ class ParquetSource:
     known = self._has_label[rows].tolist()
     return [x if y else None for x, y in zip(images, known, strict=True)], self._labels[rows]
 
-  @property
-  def is_remote(self) -> bool:
-    """Whether the files are far away."""
-    return self._files.paths[0].is_remote
+  prefers_blocks = True  # an image that is read decodes its row group
 
   def blocks(self, split: str) -> np.ndarray:
     """First numbers of the examples of each row group; see ExampleSource."""
@@ -349,10 +346,7 @@ class ParquetCaptionSource:
     captions = [[text] if isinstance(text, str) else [t for t in text or () if t] for text in texts]
     return self._files.images(rows), captions
 
-  @property
-  def is_remote(self) -> bool:
-    """Whether the files are far away."""
-    return self._files.paths[0].is_remote
+  prefers_blocks = True  # an image that is read decodes its row group
 
   def blocks(self, split: str) -> np.ndarray:
     """First numbers of the examples of each row group; see ExampleSource."""

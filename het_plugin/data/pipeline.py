@@ -43,7 +43,8 @@ class DatasetConfig:
   shuffle: whether every epoch has its own random order; otherwise the order of the records.
   order: of a shuffled epoch: 'examples' is one permutation of all; 'blocks' reads the examples of a
     block at about the same time, such as those of a row group of a Parquet file (order.py), and
-    depends on the size of the batch, too. None is 'blocks' for data far away, else 'examples'.
+    depends on the size of the batch, too. None is 'blocks' for Parquet files and for data far away,
+    else 'examples'.
   seed: seed of order, augmentation and endless streams; in [0, 2^32).
   num_epochs: passes over the split or slice. None is endless for the split 'train' and with
     augment = True, and one pass otherwise.

@@ -334,7 +334,7 @@ class ShardSource:
   def typical_side(self) -> float:
     """The median of the shorter sides of some images, in pixels."""
     rows = next(iter(self._splits.values()))
-    if self.is_remote:  # those of the first block
+    if self.prefers_blocks:  # those of the first block
       rows = rows[: self._shards.blocks(rows)[1]]
     return preprocess.typical_side(rows, functools.partial(self._shards.read, self._shards.image))
 
@@ -345,8 +345,8 @@ class ShardSource:
     return self._shards.read(self._shards.image, rows), self._labels[rows]
 
   @property
-  def is_remote(self) -> bool:
-    """Whether the files are far away."""
+  def prefers_blocks(self) -> bool:
+    """Whether the files are far away, and read in blocks."""
     return self._shards.paths[0].is_remote
 
   def blocks(self, split: str) -> np.ndarray:
@@ -384,8 +384,8 @@ class ShardCaptionSource:
     return self._shards.read(self._shards.image, rows), captions
 
   @property
-  def is_remote(self) -> bool:
-    """Whether the files are far away."""
+  def prefers_blocks(self) -> bool:
+    """Whether the files are far away, and read in blocks."""
     return self._shards.paths[0].is_remote
 
   def blocks(self, split: str) -> np.ndarray:

@@ -89,7 +89,8 @@ class ExampleSource(Protocol):
   """Random access to the examples of a data set, by number within a split.
 
   A source may have `blocks(split)`: the numbers of the first examples of blocks that are read
-  together, and of all, int64 [number of blocks + 1]; and `is_remote`, whether they are far away.
+  together, and of all, int64 [number of blocks + 1]; and `prefers_blocks`, whether an example costs
+  the reading of its block.
 
   info: the TaskInfo, or the ImageTextInfo of a source of captions.
   """

@@ -110,8 +110,8 @@ class ImageTask:
   def _blocks(
     self, split: str, order: str | None, seed: int, batch_size: int
   ) -> order_lib.BlockOrder | None:
-    """The order of blocks, if that is the order: None is it for data far away."""
-    if order == 'examples' or not (order or getattr(self.examples, 'is_remote', False)):
+    """The order of blocks, if that is the order: None leaves it to the source."""
+    if order == 'examples' or not (order or getattr(self.examples, 'prefers_blocks', False)):
       return None
     if not hasattr(self.examples, 'blocks'):
       raise ValueError(
