@@ -24,7 +24,7 @@ class Generation:
     queued: flags by which a queued resource asks for the slice, with {shape}, {chips} or {cores};
       none if there are no TPU VMs of the generation. v2 and v3 count cores, two per chip.
     runtime: software version of the TPU VMs, https://cloud.google.com/tpu/docs/runtimes.
-    hbm_gib: memory of a device, from the compiler's out-of-memory errors (libtpu 0.0.42).
+    hbm_gib: memory of a device, from the compiler's out-of-memory errors (libtpu 0.0.50.1).
     flops: peak bfloat16 FLOP/s of a chip.
     hbm_bytes: peak bytes/s of a chip's memory.
     link_bytes: bytes/s of one link between chips, in one direction.
@@ -140,7 +140,7 @@ GENERATIONS = {
     label='tpu-v5p-slice',
     queued='--type=v5p --topology={shape}',
     runtime='v2-alpha-tpuv5',
-    hbm_gib=95.74,
+    hbm_gib=95.73,
     flops=459e12,
     hbm_bytes=2765e9,
     link_bytes=100e9,
@@ -152,7 +152,7 @@ GENERATIONS = {
     label='tpu-v6e-slice',
     queued='--accelerator-type=v6e-{chips}',
     runtime='v2-alpha-tpuv6e',
-    hbm_gib=31.25,
+    hbm_gib=31.24,
     flops=918e12,
     hbm_bytes=1640e9,
     link_bytes=100e9,

@@ -240,7 +240,9 @@ def _measure(
 
 
 def _collectives(compiled: jax.stages.Compiled) -> list[dict[str, Any]] | None:
-  """The collectives; None if this jax cannot read libtpu's program (seen with tpu7x)."""
+  """The collectives; None if this jax cannot read libtpu's program (seen with tpu7x and libtpu
+  0.0.42; 0.0.50 is read).
+  """
   try:
     text = compiled.as_text()
   except jax.errors.JaxRuntimeError:

@@ -45,6 +45,25 @@ def check_links(folder: epath.PathLike) -> None:
       )
 
 
+def mounted_bucket(folder: epath.PathLike, mounts: str = '/proc/self/mounts') -> str | None:
+  """The bucket that holds a local folder by GCSFuse; None if none does, or if nothing tells.
+
+  Args:
+    folder: it may be missing.
+    mounts: the file of mounts, on Linux (fstab(5)).
+  """
+  if is_remote(folder) or not os.path.exists(mounts):
+    return None
+  path = os.path.realpath(folder)
+  mounted: dict[str, tuple[str, str]] = {}
+  for line in Path(mounts).read_text(encoding='utf-8', errors='replace').splitlines():
+    source, point, kind = (x.replace('\\040', ' ') for x in line.split(' ')[:3])
+    mounted[point] = source, kind  # the last one covers those before
+  inner = [x for x in mounted if os.path.commonpath([x, path]) == x]
+  source, kind = mounted[max(inner, key=len)] if inner else ('', '')
+  return source if kind == 'fuse.gcsfuse' else None
+
+
 def _links(folder: str) -> Iterator[str]:
   try:
     with os.scandir(folder) as entries:

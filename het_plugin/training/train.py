@@ -341,6 +341,14 @@ def _check_run(
   if model_dir.is_file():
     raise ValueError(f'model_dir={model_dir} is a file: give a folder')
   run_files.check_links(model_dir)
+  if bucket := run_files.mounted_bucket(model_dir):
+    _log.warning(
+      'model_dir=%s is in a bucket mounted by GCSFuse, which renames a folder file by file, unless '
+      'the bucket has a hierarchical namespace: a crash in a save may leave half a checkpoint, '
+      'which is set aside. Better name the bucket: gs://%s/...',
+      model_dir,
+      bucket,
+    )
   newest = checkpoint_reader.newest_record(model_dir)
   step = '' if newest is None else str(newest[0])
   if step not in ('', checked):

@@ -1,6 +1,7 @@
 """Runs opened for evaluation: ours, one checkpoint of ours, and published files."""
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import traverse_util
 
@@ -210,3 +211,17 @@ def test_any_number_of_channels_is_seen_in_the_shapes(channels, monkeypatch):
   monkeypatch.setattr(checkpoint_reader, 'params_shapes', lambda _: shapes_of(channels))
   assert runs.Checkpoint('run', 1).channels(shapes_of) == channels
   assert runs.Checkpoint('run', 1, image=(8, 8, 4)).channels(shapes_of) == 4
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # of orbax's own code
+def test_orbax_alone_reads_a_run(digits_run):
+  """By both of its interfaces."""
+  from orbax.checkpoint.experimental import v1
+
+  folder, params = digits_run
+  checkpoint = f'{folder}/checkpoint_2'
+  for state in (
+    ocp.PyTreeCheckpointer().restore(f'{checkpoint}/state'),
+    v1.load_pytree(checkpoint, checkpointable_name='state'),
+  ):
+    assert_equal(state['params'], traverse_util.flatten_dict(params, sep='/'))

@@ -188,3 +188,23 @@ def test_links_that_lead_out_of_the_folder_are_refused_before_anything_is_opened
   link.unlink()
   link.symlink_to(run / 'inside')
   run_files.check_links(tmp_path / 'alias')
+
+
+def test_a_bucket_that_is_mounted_is_named(tmp_path):
+  mounts = tmp_path / 'mounts'
+  folder = tmp_path / 'my bucket'
+  lines = [
+    'overlay / overlay rw 0 0',
+    f'birds {str(folder).replace(" ", chr(92) + "040")} fuse.gcsfuse rw 0 0',
+    f'tmpfs {str(folder).replace(" ", chr(92) + "040")}/local tmpfs rw 0 0',
+  ]
+  mounts.write_text('\n'.join(lines))
+  for path, bucket in (
+    (folder / 'runs' / 'x', 'birds'),
+    (folder, 'birds'),
+    (folder / 'local' / 'x', None),
+    (tmp_path / 'my bucket 2', None),
+    ('gs://birds/x', None),
+  ):
+    assert run_files.mounted_bucket(path, str(mounts)) == bucket
+  assert run_files.mounted_bucket(folder, str(tmp_path / 'none')) is None
