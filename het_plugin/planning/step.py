@@ -115,6 +115,7 @@ def plan(request: Request, progress: Progress | None = None) -> dict[str, Any]:
     'batch_unit': math.lcm(partitioner.data_shards, group_size) * (trainer.num_microbatches or 1),
     'num_samples': num_samples,
     'num_microbatches': trainer.num_microbatches or 1,
+    'quick': request.quick,
     'head': type(model.head).__name__ if hasattr(model, 'head') else None,
     'hbm_bytes_per_device': place.hbm_bytes,
     'parameters': _parameter_groups(state.params, axes.params),
@@ -130,14 +131,14 @@ def plan(request: Request, progress: Progress | None = None) -> dict[str, Any]:
   if 'train' in request.steps:
     progress.doing = 'compiling the train step'
     spec = partitioner.batch_spec(element_spec)
-    result['train'] = _measure(trainer.trace_train, (state, spec), place)
+    result['train'] = _measure(trainer.trace_train, (state, spec), place, request.quick)
     held['batch'] = _bytes_per_device(spec)
     if (peak := result['train']['peak_bytes']) is not None:
       held['activations, gradients and samples'] = max(0, peak - sum(held.values()))
   if 'eval' in request.steps:
     progress.doing = 'compiling the eval step'
     spec = partitioner.batch_spec(_element_spec(eval_cfg))
-    result['eval'] = _measure(trainer.trace_eval, (state.eval_params, spec), place)
+    result['eval'] = _measure(trainer.trace_eval, (state.eval_params, spec), place, request.quick)
   compiled = [result[step] for step in request.steps]
   peaks = [step['peak_bytes'] for step in compiled]
   result['peak_bytes_per_device'] = None if None in peaks else max(peaks)
@@ -207,7 +208,10 @@ def _num_samples(model: Any) -> int | None:
 
 
 def _measure(
-  trace: Callable[..., jax.stages.Traced], arguments: Sequence[PyTree], place: topology.Topology
+  trace: Callable[..., jax.stages.Traced],
+  arguments: Sequence[PyTree],
+  place: topology.Topology,
+  quick: bool = False,
 ) -> dict[str, Any]:
   """Compiles one step and returns its figures per device; too little memory is not an error."""
   traced = trace(*arguments)
@@ -221,7 +225,7 @@ def _measure(
     'seconds': None,
   }
   try:
-    compiled = traced.lower().compile()
+    compiled = traced.lower().compile({'optimization_level': 'O1'} if quick else None)
   except jax.errors.JaxRuntimeError as error:
     message = str(error)
     if 'RESOURCE_EXHAUSTED' not in message and 'Ran out of memory' not in message:

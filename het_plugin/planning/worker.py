@@ -27,6 +27,7 @@ class Request:
   `topology` is as in `topology.parse`, and `mesh` has (data, model) or (replica, data, model)
   devices; None takes the configuration's. `needs_samples` refuses a training loss without samples.
   `asked` has the batch_size, num_samples or num_microbatches that a search or a grid compiles for.
+  `quick` compiles for a TPU without most of the compiler's optimizations.
   `heads` and `batches` are those of a grid: the run must allow each batch size, and one of the
   heads must use what a binding sets.
   """
@@ -41,6 +42,7 @@ class Request:
   needs_samples: bool = False
   heads: Sequence[str] = ()
   batches: Sequence[int] = ()
+  quick: bool = False
   asked: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   def for_train_step(

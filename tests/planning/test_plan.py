@@ -58,6 +58,7 @@ def test_a_plan_for_virtual_devices(tmp_path, run_main):
     (['--topology=cpu:8', '--grid', '--heads=hett'], '--heads=hett is unknown'),
     (['--topology=cpu:8', '--grid', '--heads='], '--heads= is unknown: choose from det'),
     (['--grid', '--search=batch'], '--search has an effect only without --grid'),
+    (['--topology=cpu:8', '--quick'], '--quick is for TPU topologies, not --topology=cpu:8'),
     (['--png=x.png'], '--png has an effect only with --grid'),
     (['--topology=cpu:8', '--mesh=4,3'], '--mesh=4,3 has 12 devices; cpu:8 has 8'),
     (
@@ -265,6 +266,17 @@ def test_verdict_names_what_weighs_most_and_repeats_the_compiler():
   assert 'fsdp.gin' in report.verdict({**plan, 'bytes_per_device': sharded})
 
 
+def test_a_quick_plan_is_compiled_with_few_optimizations_and_says_so():
+  traced = mock.Mock(jaxpr=jax.make_jaxpr(abs)(1.0))
+  compiling = traced.lower.return_value.compile
+  compiling.side_effect = jax.errors.JaxRuntimeError('Ran out of memory: Used 20.00G of 16.00G')
+  place = topology.Topology('v6e:2x2', jax.devices(), 2**34)
+  assert step._measure(lambda: traced, (), place, quick=True)['peak_bytes'] == 20 * 2**30
+  compiling.assert_called_once_with({'optimization_level': 'O1'})
+  assert 'Memory by --quick is rough' in report.verdict({**plan_that_does_not_fit(), 'quick': True})
+  assert 'Memory by --quick is rough' not in report.verdict(plan_that_does_not_fit())
+
+
 def test_verdict_says_that_only_the_eval_step_is_too_large():
   plan = plan_that_does_not_fit()
   plan['train'], plan['eval'] = plan['eval'], plan['train']
@@ -339,6 +351,10 @@ def test_plans_for_tpu_slices():
   assert plan['flops_per_device'] == cpu['flops_per_device']
   for part in ('parameters', 'optimizer state', 'batch'):
     assert plan['bytes_per_device'][part] == cpu['bytes_per_device'][part]
+
+  quick = worker.compile_in_process(dataclasses.replace(asked, quick=True))
+  assert quick['flops_per_device'] == plan['flops_per_device']
+  assert 0.5 < quick['peak_bytes_per_device'] / plan['peak_bytes_per_device'] < 2
 
   asked = request(topology='v5e:2x2', mesh=[4, 1]).for_train_step(batch=4194304)
   plan = worker.compile_in_process(asked)  # too little memory is a result
