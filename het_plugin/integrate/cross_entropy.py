@@ -249,7 +249,7 @@ def make_labels(
         'cross_entropy: weights and label_smoothing have no effect on a function of classes: let '
         'it return the targets that you want'
       )
-    return Soft(tuple(x.reshape(*rows, -1) for x in arrays), labels)
+    return Soft(tuple(x.reshape(*rows, math.prod(x.shape[len(rows) :])) for x in arrays), labels)
   if arrays:
     raise ValueError('cross_entropy: label_arrays need labels that are a function of classes')
   dtype = jnp.result_type(labels)
@@ -269,7 +269,8 @@ def make_labels(
       raise ValueError(
         f'cross_entropy: labels hold {largest}: class ids are below K = {settings.num_classes}'
       )
-  ids = jnp.asarray(labels, jnp.int32).reshape(*rows, -1)
+  ids = jnp.asarray(labels, jnp.int32)
+  ids = ids[..., None] if shape == rows else ids  # [..., L]
   listed = (ids >= 0).astype(_wide(phi.dtype))
   if weights is not None:
     weights = jnp.asarray(weights, listed.dtype).reshape(ids.shape) * listed
@@ -596,7 +597,8 @@ def _over(x, temperature):
 
 
 def _wide(dtype):
-  return jnp.promote_types(dtype, jnp.float32)
+  """float32, or float64 of float64; also where dtypes are not promoted."""
+  return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def _dense(cotangent):

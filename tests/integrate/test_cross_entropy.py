@@ -188,7 +188,7 @@ def on_an_explicit_mesh(case):
     return value_and_gradient(case, placed(mesh, P('data'), P(None, 'model'), P('model')))
 
 
-def in_shard_map(case, kind, manual, **settings):
+def in_shard_map(case, kind, manual, check_vma=True, **settings):
   """Some axes manual, and the others automatic or explicit."""
   mesh = make_mesh(2, 2, kind=kind)
   kept = lambda *names: [x if x in manual else None for x in names]  # noqa: E731
@@ -205,6 +205,7 @@ def in_shard_map(case, kind, manual, **settings):
     in_specs=(*specs, rows, rows),
     out_specs=rows,
     axis_names={*manual},
+    check_vma=check_vma,
   )
   with jax.set_mesh(mesh):
     args = placed(mesh, P('data'), P(None, 'model'), P('model'))
@@ -223,6 +224,13 @@ MESHES = {
   'one_axis': on_one_axis,
   'manual': functools.partial(
     in_shard_map, kind=AxisType.Auto, manual=('data', 'model'), class_axes='model'
+  ),
+  'manual_unchecked': functools.partial(
+    in_shard_map,
+    kind=AxisType.Auto,
+    manual=('data', 'model'),
+    check_vma=False,
+    class_axes='model',
   ),
   'manual_model_auto_data': functools.partial(
     in_shard_map, kind=AxisType.Auto, manual=('model',), class_axes='model', batch_axes='data'
@@ -325,6 +333,15 @@ def test_what_does_not_fit_is_said(change, words):
   args = {'phi': phi, 'kernel': kernel, 'bias': bias, 'labels': IDS} | change
   with pytest.raises(ValueError, match=words):
     cross_entropy(**args)
+
+
+def test_no_examples_and_no_promotion_of_types():
+  phi, kernel, bias = arrays()
+  with jax.numpy_dtype_promotion('strict'):
+    args = phi.astype(jnp.bfloat16), kernel, bias
+    loss, _ = value_and_gradient(CASES['several'], args, temperature=1.0)
+    assert_close(loss, expected('several')[0], 0.02)
+    assert cross_entropy(phi[:0], kernel, bias, IDS[:0]).shape == (0,)
 
 
 def test_a_label_that_is_no_class_is_nan_under_jit():
