@@ -20,7 +20,8 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import StratifiedKFold
 
 from het_plugin import rows as rows_lib
-from het_plugin.estimators import inputs, probe, targets
+from het_plugin.estimators import inputs, probe, starts, targets
+from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.measures import audit as measure
 from het_plugin.system import run_files
 
@@ -109,21 +110,24 @@ def in_rounds(
       f'--folds={settings.folds} needs at least as many of each class'
     )
   folds = StratifiedKFold(settings.folds, shuffle=True, random_state=settings.seed)
+  splits = list(folds.split(np.zeros(len(y)), y))
+  order = np.concatenate([held_out for _, held_out in splits])
   of_folds = [settings] * settings.folds
+  fitted: list[HeadClassifier | None] = [None] * settings.folds
+  of_best = fitted
   truth = y
   waited = 0
   best: list[tuple[measure.Audit, int, int]] = []  # of one round
   with tempfile.TemporaryFile() as of_p, tempfile.TemporaryFile() as of_q:
     for number in range(1, rounds + 1):
-      splits = folds.split(np.zeros(len(y)), y)
-      order, of_folds, unfinished = _write(of_p, features, truth, splits, of_folds, number)
+      fitted, of_folds, unfinished = _fit(features, truth, splits, of_folds, fitted, number)
+      _write(of_p, features, splits, fitted)
       p = np.memmap(of_p, np.float32, 'r', shape=(len(y), len(classes)))
-      found = measure.audit(p, y[order])
+      found = measure.audit(p, y[order], error=False)
       gain = best[0][0].nll - found.nll if best else np.inf
       if gain > 0:
-        best = [(_in_order(found, order, classes), unfinished, number)]
-        if pred_probs:
-          _write_probs(pred_probs, p, order, classes, num_classes or len(classes))
+        best = [(found, unfinished, number)]
+        of_best = fitted
       waited = 0 if gain > _GAIN else waited + 1
       if waited == _PATIENCE or number == rounds:
         break
@@ -132,7 +136,15 @@ def in_rounds(
         sharp = posterior**_SHARPNESS
         q[order[rows]] = sharp / np.maximum(sharp.sum(axis=1, keepdims=True), _TINY)
       truth = targets.Targets('probabilities', np.arange(len(classes)), q)
-  return best[0]
+    found, unfinished, number = best[0]
+    if of_best is not fitted:
+      _write(of_p, features, splits, of_best)
+      p = np.memmap(of_p, np.float32, 'r', shape=(len(y), len(classes)))
+    of_error = p, y[order], found.confusions, found.classes, found.wrong
+    found = dataclasses.replace(found, share_error=measure.share_error(*of_error))
+    if pred_probs:
+      _write_probs(pred_probs, p, order, classes, num_classes or len(classes))
+  return _in_order(found, order, classes), unfinished, number
 
 
 def _write_probs(
@@ -174,31 +186,38 @@ def read_probs(path: str, num_rows: int, num_classes: int) -> np.ndarray:
   return p
 
 
-def _write(file, features, truth, splits, of_folds, number):
-  """Writes the probabilities of all rows, fold by fold, by fits to `truth` of the other folds.
+def _fit(features, truth, splits, of_folds, before, number):
+  """Fits to `truth` of the other folds, of which those of DET start at those of the round before.
 
-  Returns the rows in this order, the settings that each fold chose, and the number of fits that
-  have not converged.
+  Returns the estimator of each fold, the settings that it chose, and the number of fits that have
+  not converged.
   """
   titles = probe.fit_titles(of_folds[0], len(of_folds))
-  order = []
+  estimators = []
   chosen = []
   failures = 0
   if number > 1:
     titles = (f'round {number}, {title}' for title in titles)
-  file.seek(0)
-  for (fitted, held_out), settings in zip(splits, of_folds, strict=True):
+  for (fitted, _), settings, last in zip(splits, of_folds, before, strict=True):
+    head = settings.heads[0]
+    near = starts.Near(last.params_, {}) if last is not None and head == 'det' else None
     of_fold = features, truth, fitted, settings, {}, titles
-    estimator, point, unfinished = probe.fit_best(settings.heads[0], *of_fold)
+    estimator, point, unfinished = probe.fit_best(head, *of_fold, near)
     failures += unfinished
-    for part in inputs.parts(held_out, features):
-      file.write(estimator.predict_clean_proba(features[part]).tobytes())
-    order.append(held_out)
+    estimators.append(estimator)
     grid = {name: [point[name]] for name in ('tau', 'num_factors') if name in point}
     grid |= {name.lower(): [point[name]] for name in ('C', 'C_noise') if name in point}
     chosen.append(dataclasses.replace(settings, **grid))
+  return estimators, chosen, failures
+
+
+def _write(file, features, splits, estimators):
+  """Writes the probabilities of all rows, fold by fold."""
+  file.seek(0)
+  for (_, held_out), estimator in zip(splits, estimators, strict=True):
+    for part in inputs.parts(held_out, features):
+      file.write(estimator.predict_clean_proba(features[part]).tobytes())
   file.flush()
-  return np.concatenate(order), chosen, failures
 
 
 def _in_order(found, order, classes) -> measure.Audit:

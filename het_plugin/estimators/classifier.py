@@ -19,7 +19,7 @@ from sklearn.utils.validation import (
   validate_data,
 )
 
-from het_plugin.estimators import calibration, fitting, inputs, placement, targets
+from het_plugin.estimators import calibration, fitting, inputs, placement, starts, targets
 from het_plugin.estimators.model import Model
 from het_plugin.estimators.selection import NOISE_SHARE
 
@@ -93,6 +93,17 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     Raises:
       ValueError: a setting, X, y or start is wrong, or there is only one class.
     """
+    return self._fit(X, y, sample_weight, start)
+
+  def _fit(
+    self,
+    X: Any,
+    y: Any,
+    sample_weight: Any = None,
+    start: 'HeadClassifier | None' = None,
+    near: starts.Near | None = None,
+  ) -> 'HeadClassifier':
+    """`fit`, which searches from `near` where C_noise is a number."""
     self._check()
     X, y = self._opened(X, y, fit=True)
     if self.tau == 'validation' and start is not None:
@@ -134,7 +145,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       grid = fitting.tau_grid_nll(make_model, *rows, settings)
       tau = min(grid, key=grid.__getitem__)
     model = self._model(len(encoded.classes), encoded.link, tau)
-    near = noise_nll = None
+    noise_nll = None
     if self.C_noise == 'auto' and not streams:
       path = fitting.noise_path(model, *rows, settings, start)
       settings = dataclasses.replace(settings, c_noise=path.c_noise)

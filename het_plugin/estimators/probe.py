@@ -141,12 +141,13 @@ def num_noise_params(estimator: HeadClassifier) -> int:
 
 
 def fit_best(
-  head, x, y, fitted, settings, starts, titles
+  head, x, y, fitted, settings, starts, titles, near=None
 ) -> tuple[HeadClassifier, dict[str, Any], int]:
   """The estimator of the best point of the grid, fitted to all rows.
 
-  `starts` collects the fits of DET, where the noise starts; each fit takes one of `titles`. Also
-  returns this point, with the C_noise of the fit, and the number of fits that did not converge.
+  `starts` collects the fits of DET, where the noise starts; each fit takes one of `titles`. DET's
+  search starts at `near`. Also returns this point, with the C_noise of the fit, and the number of
+  fits that did not converge.
   """
   grid = settings.grid(head)
   names = ('hidden_layers', 'tol', 'max_iter', 'target', 'solver', 'mesh')
@@ -166,7 +167,7 @@ def fit_best(
     if head == 'det' or tau != 'validation':
       key = (hash(rows.tobytes()), point['C'], tau)
       if key not in starts:
-        starts[key] = _fitted(CLASSIFIERS['det'](C=point['C'], tau=tau, **common), *part)
+        starts[key] = _fitted(CLASSIFIERS['det'](C=point['C'], tau=tau, **common), *part, near=near)
       det = starts[key]
     if head == 'det':
       return det
@@ -193,11 +194,11 @@ def fit_best(
   return estimator, best, failures + is_unfinished
 
 
-def _fitted(estimator: HeadClassifier, *rows, **start) -> tuple[HeadClassifier, bool]:
+def _fitted(estimator: HeadClassifier, *rows, **where) -> tuple[HeadClassifier, bool]:
   """The estimator after its fit, and whether it warned that it has not converged."""
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter('always')
-    estimator.fit(*rows, **start)
+    estimator._fit(*rows, **where)
   of_others = [x for x in caught if not issubclass(x.category, ConvergenceWarning)]
   for x in of_others:
     warnings.warn_explicit(x.message, x.category, x.filename, x.lineno)

@@ -48,7 +48,8 @@ class Audit:
     ids: int or text [K], the classes, in the order of the columns.
     share: the share of wrong labels.
     share_error: its standard error over examples, which T is estimated from as well (the delta
-      method). It takes p as it is. 1/2 if p tells nothing of T; None for one example.
+      method). It takes p as it is. 1/2 if p tells nothing of T; None for one example, and where it
+      was not asked for.
     nll: mean of -log sum_k p_ik T_k,y_i, the negative log-likelihood of the labels, in nats.
   """
 
@@ -82,7 +83,7 @@ class Audit:
     ]
 
 
-def audit(p: np.ndarray, label: np.ndarray) -> Audit:
+def audit(p: np.ndarray, label: np.ndarray, error: bool = True) -> Audit:
   """Audits the labels.
 
       >>> import numpy as np
@@ -98,6 +99,7 @@ def audit(p: np.ndarray, label: np.ndarray) -> Audit:
     p: float [N, K], probabilities of the true classes, by a model that has not seen the label. It
       may be a mapped file: blocks of rows are read, once in each round of the maximisation.
     label: int [N], classes.
+    error: whether `share_error` is computed, which takes most of the time; else it is None.
 
   Raises:
     ValueError: shapes do not fit, or a label is no class.
@@ -135,7 +137,7 @@ def audit(p: np.ndarray, label: np.ndarray) -> Audit:
     classes=classes,
     ids=np.arange(num_classes),
     share=float(wrong.mean()),
-    share_error=_share_error(p, label, confusions, classes, wrong),
+    share_error=share_error(p, label, confusions, classes, wrong) if error else None,
     nll=nll,
   )
 
@@ -163,7 +165,7 @@ def posteriors(
     yield rows, part, q, likelihood
 
 
-def _share_error(
+def share_error(
   p: np.ndarray, label: np.ndarray, t: np.ndarray, classes: np.ndarray, wrong: np.ndarray
 ) -> float | None:
   """The standard error of the mean of `wrong`, at most 1/2; None for one row.
