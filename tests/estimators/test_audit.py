@@ -110,15 +110,18 @@ def test_rounds_find_what_a_fit_to_the_labels_does_not():
 
 def test_a_worse_round_is_not_taken(monkeypatch):
   x, _, label = problem(300)
-  nll = iter([1.0, 0.9, 0.8995, 0.95, 0.5])
+  nll = iter([1.0, 0.9, 0.8995, 0.95, 0.5, 1.0, 0.9, 0.8995])
   audit = audit_report.measure.audit
 
-  def audited(p, y):
-    return dataclasses.replace(audit(p, y), nll=next(nll))
+  def audited(p, y, error):
+    return dataclasses.replace(audit(p, y, error), nll=next(nll))
 
   monkeypatch.setattr(audit_report.measure, 'audit', audited)
   found, _, chosen = audit_lib.in_rounds(x, label, Settings(**SETTINGS), 10)
   assert chosen == 3 and found.nll == 0.8995  # two rounds have gained less than 0.002 nats
+  next(nll)  # of the round that did not come
+  third, _, _ = audit_lib.in_rounds(x, label, Settings(**SETTINGS), 3)
+  assert found.share_error == third.share_error
 
 
 def test_wrong_labels_are_one_sentence():
