@@ -12,7 +12,7 @@ exact answer in float64, for a softmax against 16,384 Sobol points. The method '
 samples; its row compares it with the paper's 1000.
 
 With --equal_accuracy, the paper's procedure with 1000 samples against ours at the same RMSE or
-less: the exact method for a sigmoid, the fewest Sobol points, from `MIN_TILTED` on, for a softmax.
+less: the exact method for a sigmoid, the fewest samples, from one pair on, for a softmax.
 --noises 0.5,1,2 repeats it with the noise scaled to these standard deviations of the logits over
 tau.
 
@@ -49,7 +49,7 @@ from het_plugin.integrate import (
   example_keys,
 )
 from het_plugin.integrate.exact import marginals
-from het_plugin.integrate.integrator import MIN_TILTED, multi_hot
+from het_plugin.integrate.integrator import multi_hot
 
 HEADS = ('det', 'het', 'het_h', 'het_xl')
 CLIP = 1e-7  # of the reference implementation's probabilities
@@ -289,7 +289,7 @@ def equal_accuracy(args, noise, head, link):
   log_prob = reference_log_prob(args, head, link, buckets)
   paper = Integrator(PAPER_SAMPLES, sampler='iid', method='sample')
   target = rmse_of(args, head, link, paper, buckets, log_prob, args.trials)
-  num_samples = MIN_TILTED  # fewer Sobol points are not tilted; for a sigmoid none are drawn
+  num_samples = 2  # a mirrored pair; for a sigmoid none are drawn
   while True:
     integrator = Integrator(num_samples, sampler='sobol')
     error = rmse_of(args, head, link, integrator, buckets, log_prob, args.trials)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from het_plugin.backbones import transformer
-from het_plugin.integrate import integrator
 from het_plugin.planning import step, topology, worker
 
 # Script and flags, how many rows it writes, and what its last line says.
@@ -40,9 +39,6 @@ RUNS = {
 @pytest.mark.parametrize('command', RUNS)
 def test_its_rows_are_consistent_and_its_last_line_concludes(run_script, command, monkeypatch):
   script, *flags = command.split()
-  if '--equal_accuracy' not in flags:  # which ends sooner with samples that follow the label
-    # Their fit takes most of the time to compile.
-    monkeypatch.setattr(integrator, 'MIN_TILTED', 64)
   monkeypatch.setitem(transformer.SIZES['Ti'], 'depth', 1)
   rows, printed = run_script(script, *flags)
   num_rows, conclusion = RUNS[command]
