@@ -17,7 +17,7 @@ _EXAMPLES_STREAM = 1  # of random numbers; the reader has others
 _BLOCKS_STREAM = 4
 _GROUPS_STREAM = 5
 _MAX_LANES = 32
-_POOL = 8192  # examples that are mixed at a time, in all lanes together
+_POOL = 12288  # examples that are mixed at a time, in all lanes together
 
 
 def of_examples(seed: int, num_records: int, epochs: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -34,7 +34,7 @@ IMAGE_NAMES = ('image', 'img', 'jpg', 'jpeg', 'png', 'webp', 'picture')
 LABEL_NAMES = ('label', 'labels', 'cls', 'class', 'category', 'target', 'y')
 CAPTION_NAMES = ('caption', 'captions', 'text', 'texts', 'txt')
 _THREADS = 16  # that read the beginnings of files
-_CACHE_BYTES = 2**30  # of decoded row groups, which the order of blocks needs at a time
+_CACHE_BYTES = 3 * 2**29  # of decoded row groups, which the order of blocks needs at a time
 _GROUP_BYTES = 2**30  # a larger row group is refused
 
 

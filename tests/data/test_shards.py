@@ -6,6 +6,7 @@ import http.server
 import io
 import json
 import pickle
+import sys
 import tarfile
 import threading
 import time
@@ -25,8 +26,10 @@ NAMES = ('wren', 'robin', 'owl')
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
+def cache_and_no_tensorflow(tmp_path, monkeypatch):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+  for name in ('tensorflow', 'tensorflow_datasets', 'seqio'):
+    monkeypatch.setitem(sys.modules, name, None)
 
 
 def encoded(level, format='PNG'):
