@@ -63,7 +63,7 @@ def measure(name, estimator, train, test, **start):
   """One row."""
   wall = time.perf_counter()
   cpu = time.process_time()
-  with warnings.catch_warnings(record=True) as warned:
+  with memory_watched() as memory, warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter('always', ConvergenceWarning)
     estimator.fit(*train, **start)
   wall = time.perf_counter() - wall
@@ -73,6 +73,10 @@ def measure(name, estimator, train, test, **start):
   log_p = estimator.predict_log_proba(x)[np.arange(len(column)), column]
   return {
     'head': name,
+    'n': len(train[0]),
+    'd': train[0].shape[1],
+    'k': len(estimator.classes_),
+    'peak_bytes': int(max(memory) * 2**20),
     'seconds': wall,
     'cpu_seconds': cpu,
     'iterations': int(np.max(estimator.n_iter_)),
@@ -174,6 +178,7 @@ def main():
     if args.compiled:
       measure(head, clone(estimator).set_params(max_iter=2), train, test, **start)
     row = measure(head, estimator, train, test, **start)
+    row['sklearn_seconds'] = rows[0]['seconds']
     row['times'] = (row['cpu_seconds'] + of_det) / rows[0]['cpu_seconds']
     rows.append(row)
     if head == 'det':
