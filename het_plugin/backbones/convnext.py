@@ -43,6 +43,7 @@ class Block(nn.Module):
 
   version: str
   dtype: DTypeLike
+  norm_epsilon: float = 1e-6
 
   @nn.compact
   def __call__(self, x: jax.Array, drop_rate: float | None = None) -> jax.Array:
@@ -62,7 +63,7 @@ class Block(nn.Module):
       feature_group_count=width,
     )
     y += cast_param('bias', nn.initializers.zeros, (width,), ('embed',))
-    y = Norm(dtype=self.dtype, name='norm')(y)
+    y = Norm(epsilon=self.norm_epsilon, dtype=self.dtype, name='norm')(y)
     y = Dense(4 * width, ('embed', 'mlp'), self.dtype, kernel_init=start, name='wi')(y)
     y = nn.gelu(with_sharding_constraint(y, ('batch', None, None, 'mlp')), approximate=False)
     if self.version == 'v2':  # global response normalisation (Woo et al., section 3)
@@ -88,6 +89,8 @@ class ConvNeXt(nn.Module):
     width: channels of the first stage.
     version: 'v1', with factors per channel on the residual branches, or 'v2', with normalised
       responses.
+    norm_epsilon: added to the variance.
+    last_epsilon: added to the variance of the normalisation after pooling; None for norm_epsilon.
     stochastic_depth, dtype, remat: as in `ResNet`.
 
   Raises:
@@ -100,6 +103,8 @@ class ConvNeXt(nn.Module):
   stochastic_depth: Rate = 0.0
   dtype: DTypeLike = jnp.float32
   remat: Remat = 'none'
+  norm_epsilon: Rate = 1e-6
+  last_epsilon: Rate | None = None
 
   def __post_init__(self):
     ranges.check(self)
@@ -131,19 +136,23 @@ class ConvNeXt(nn.Module):
       y = PatchEmbedding(size, width, self.dtype, name=name)(x)
       return y.reshape(-1, rows, columns, width)
 
-    x = Norm(dtype=self.dtype, name='stem_norm')(patches('stem', 4, self.width, image))
+    def normalise(name):
+      return Norm(epsilon=self.norm_epsilon, dtype=self.dtype, name=name)
+
+    x = normalise('stem_norm')(patches('stem', 4, self.width, image))
     intermediates = {'stem': x}
     rates = iter(drop_path_rates(self.stochastic_depth if train else 0.0, sum(self.depths)))
     block = rematerialize(Block, self.remat)
     for stage, depth in enumerate(self.depths, start=1):
       if stage > 1:
-        x = Norm(dtype=self.dtype, name=f'stage{stage}_norm')(x)
+        x = normalise(f'stage{stage}_norm')(x)
         x = patches(f'stage{stage}_patches', 2, 2 * x.shape[-1], x)
       for i in range(1, depth + 1):
         name = f'stage{stage}_block{i:02d}'
-        x = block(self.version, self.dtype, name=name)(x, next(rates))
+        x = block(self.version, self.dtype, self.norm_epsilon, name=name)(x, next(rates))
       intermediates[f'stage{stage}'] = x
-    phi = Norm(name='norm')(x.astype(jnp.float32).mean(axis=(1, 2)))  # [B, D]
+    last = self.norm_epsilon if self.last_epsilon is None else self.last_epsilon
+    phi = Norm(epsilon=last, name='norm')(x.astype(jnp.float32).mean(axis=(1, 2)))  # [B, D]
     phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))
     return phi, intermediates
 

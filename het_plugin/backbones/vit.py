@@ -89,7 +89,7 @@ def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
 
 
 def rotary_2d(
-  grid: tuple[int, int], head_dim: int, num_prefix: int
+  grid: tuple[int, int], head_dim: int, num_prefix: int, theta: float = 100.0
 ) -> tuple[np.ndarray, np.ndarray]:
   """Cosine and sine [N, head_dim] of rotary position embeddings over two axes (DINOv3, Simeoni et
   al. 2025, https://arxiv.org/abs/2508.10104).
@@ -97,12 +97,16 @@ def rotary_2d(
   A quarter of the dimensions rotates with the row and a quarter with the column, both in [-1, 1];
   the other half repeats them. The first `num_prefix` tokens have no position and do not rotate.
   """
-  frequency = 100.0 ** -(np.arange(head_dim // 4) * (4 / head_dim))  # [head_dim / 4]
+  frequency = theta ** -(np.arange(head_dim // 4) * (4 / head_dim))  # [head_dim / 4]
   centres = [(np.arange(n) + 0.5) / n * 2 - 1 for n in grid]
   position = np.stack(np.meshgrid(*centres, indexing='ij'), axis=-1).reshape(-1, 2, 1)
   angles = np.tile((2 * np.pi * position * frequency).reshape(len(position), -1), 2)
   angles = np.pad(angles, ((num_prefix, 0), (0, 0)))
   return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+# Poolings that read a class token.
+_WITH_TOKEN = ('token', 'token_and_gap', 'distilled')
 
 
 class ViT(nn.Module):
@@ -114,8 +118,14 @@ class ViT(nn.Module):
     depth: encoder blocks.
     mlp_dim: hidden width of each block's MLP.
     num_heads: attention heads.
-    pooling: 'token', the representation of a learned class token; 'gap', the mean over patches; or
-      'map', attention from a learned query, with an MLP (`transformer.AttentionPooling`).
+    pooling: 'token', the representation of a learned class token; 'gap', the mean over patches;
+      'all', the mean over all tokens; 'token_and_gap', the class token and after it the mean over
+      patches, twice the width (Oquab et al. 2023, https://arxiv.org/abs/2304.07193);
+      'distilled', the mean of the class token and the first register (Touvron et al. 2020,
+      https://arxiv.org/abs/2012.12877); or 'map', attention from a learned query, with an MLP
+      (`transformer.AttentionPooling`).
+    class_token: whether there is a class token; None for poolings that read it.
+    norm_pooled: whether the last normalisation follows the pooling instead of preceding it.
     representation_size: width of the biased tanh layer between the pooled representation and the
       head; None for no such layer.
     dropout: rate after the position embeddings, the attention and both MLP layers, when training.
@@ -129,6 +139,7 @@ class ViT(nn.Module):
       (`weights.transfer.restacked`, `unstacked`).
     position: position embeddings: 'learned', 'sincos2d' (fixed; `sincos_2d`), or 'rope' (queries
       and keys are rotated in every block; `rotary_2d`).
+    rope_theta: base of the frequencies of 'rope'.
     num_registers: learned tokens after the class token; only attention and 'map' read them (Darcet
       et al. 2023, https://arxiv.org/abs/2309.16588).
     mlp: the activation, one of `transformer.MLPS`; 'swiglu' has a second input layer.
@@ -158,7 +169,7 @@ class ViT(nn.Module):
   depth: Count
   mlp_dim: Count
   num_heads: Count
-  pooling: Literal['token', 'gap', 'map'] = 'token'
+  pooling: Literal['token', 'gap', 'map', 'all', 'token_and_gap', 'distilled'] = 'token'
   representation_size: Count | None = None
   dropout: Rate = 0.0
   dtype: DTypeLike = jnp.float32
@@ -180,6 +191,9 @@ class ViT(nn.Module):
   stochastic_depth: Rate = 0.0
   moe: Moe | None = None
   adapter_dim: Count | None = None
+  class_token: bool | None = None
+  norm_pooled: bool = False
+  rope_theta: Annotated[float, '(0, inf)'] = 100.0
 
   def __post_init__(self):
     check_encoder(self)
@@ -193,13 +207,25 @@ class ViT(nn.Module):
       raise ValueError(
         f"ViT.stored_grid={self.stored_grid} needs position='learned', not {self.position!r}"
       )
+    if self.class_token is False and self.pooling in _WITH_TOKEN:
+      raise ValueError(f'ViT.class_token=False, but ViT.pooling={self.pooling!r} reads the token')
+    if self.pooling == 'distilled' and not self.num_registers:
+      raise ValueError("ViT.pooling='distilled' needs a register: ViT.num_registers=0")
+    if self.norm_pooled and self.pooling == 'map':
+      raise ValueError("ViT.norm_pooled=True is for means and tokens, not for ViT.pooling='map'")
     moe_layers(self.moe, self.depth)
     super().__post_init__()
 
   @property
   def pre_logits_dim(self) -> int:
     """Width of phi."""
-    return self.representation_size or self.projection_size or self.width
+    pooled = self.width * (2 if self.pooling == 'token_and_gap' else 1)
+    return self.representation_size or self.projection_size or pooled
+
+  @property
+  def has_class_token(self) -> bool:
+    """Whether there is a class token."""
+    return self.pooling in _WITH_TOKEN if self.class_token is None else self.class_token
 
   @nn.compact
   def __call__(
@@ -215,17 +241,17 @@ class ViT(nn.Module):
     """
     settings = BlockSettings.of(self)
     grid = tuple(n // self.patch_size for n in image.shape[1:3])
-    num_prefix = (self.pooling == 'token') + self.num_registers
+    num_prefix = self.has_class_token + self.num_registers
     rotation = None
     if self.position == 'rope':
-      rotation = rotary_2d(grid, self.width // self.num_heads, num_prefix)
+      rotation = rotary_2d(grid, self.width // self.num_heads, num_prefix, self.rope_theta)
     x = PatchEmbedding(
       self.patch_size, self.width, self.dtype, self.stored_patch_size, name='embedding'
     )(image)
     intermediates = {'patches': x}
     x = prepare_tokens(
       x,
-      self.pooling == 'token',
+      self.has_class_token,
       self.dropout,
       deterministic=not train,
       position=functools.partial(self._position, grid),
@@ -236,17 +262,26 @@ class ViT(nn.Module):
     x, outputs = run_blocks(self, x, not train, rotation=rotation, moe=self.moe)
     intermediates |= outputs
 
-    x = settings.normalisation('encoder_norm', dtype=jnp.float32)(x)
+    normalise = settings.normalisation('encoder_norm', dtype=jnp.float32)
+    x = x.astype(jnp.float32) if self.norm_pooled else normalise(x)
     intermediates['encoder_norm'] = x
     if self.pooling == 'token':
       phi = x[:, 0]  # [B, D]
     elif self.pooling == 'gap':
       phi = x[:, num_prefix:].mean(axis=1)
+    elif self.pooling == 'all':
+      phi = x.mean(axis=1)
+    elif self.pooling == 'token_and_gap':
+      phi = jnp.concatenate([x[:, 0], x[:, num_prefix:].mean(axis=1)], axis=-1)  # [B, 2 D]
+    elif self.pooling == 'distilled':
+      phi = x[:, :2].mean(axis=1)
     else:
       pooled = AttentionPooling(dataclasses.replace(settings, qk_norm=False), name='pooling')(
         x.astype(self.dtype)
       )
       phi = pooled.astype(jnp.float32)
+    if self.norm_pooled:
+      phi = normalise(phi)
     if self.projection_size is not None:
       phi = Dense(self.projection_size, ('embed', 'kv'), use_bias=False, name='projection')(phi)
     if self.representation_size is not None:

@@ -234,6 +234,10 @@ def configuration(
     found = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.find(checkpoint)
     if found.config is None:
       frame = published
+      arrays = found.arrays or {}
+      has_model = any('BACKBONE' in binding for binding in bindings)
+      if not (gin_files or has_model or weights.is_tower(arrays)):
+        raise ValueError(f'{found.path}: {weights.not_recognised(arrays)}')
       own = _published_bindings(found, not gin_files, published == PUBLISHED_PAIRS)
       bindings = [*own, *bindings]
     else:
@@ -303,7 +307,8 @@ def _published_bindings(checkpoint: Checkpoint, of_towers: bool, with_text: bool
     found = weights.read_tower(arrays, settings).bindings()
     if with_text:
       found += weights.read_text_tower(arrays, settings).bindings()
-      found.append(f'train/DatasetConfig.vocabulary = {str(epath.Path(path).parent / TOKENIZER)!r}')
+      tokenizer = epath.Path(weights.local(path)).parent / TOKENIZER
+      found.append(f'train/DatasetConfig.vocabulary = {str(tokenizer)!r}')
   kernel = layouts.canonical(arrays).get('pre_logits/kernel')
   return found if kernel is None else [*found, f'vit.representation_size = {kernel.shape[1]}']
 

@@ -1,8 +1,10 @@
 """Reads and writes published weights; `layouts` and `towers` list the supported projects."""
 
 from het_plugin.weights.files import is_weights_file, read_arrays, write_arrays
+from het_plugin.weights.hub import local
 from het_plugin.weights.towers import (
   is_tower,
+  not_recognised,
   read_config,
   read_text_tower,
   read_tower,
@@ -26,6 +28,8 @@ __all__ = [
   'is_tower',
   'is_weights_file',
   'load_params',
+  'local',
+  'not_recognised',
   'read_arrays',
   'read_config',
   'read_text_tower',

@@ -15,6 +15,7 @@ import safetensors.numpy
 from etils import epath
 
 from het_plugin.system import run_files
+from het_plugin.weights import hub
 
 SUFFIXES = ('.npz', '.safetensors')
 # Metadata of a .safetensors file of ours: its description as JSON, and a checksum.
@@ -35,21 +36,26 @@ SAFETENSORS_DTYPES = {
 
 
 def is_weights_file(path: epath.PathLike) -> bool:
-  """Whether the name of a file ends in .npz or .safetensors."""
-  return str(path).endswith(SUFFIXES)
+  """Whether the name of a file ends in .npz or .safetensors, or is of a hub, 'hf:OWNER/NAME'."""
+  return str(path).endswith(SUFFIXES) or hub.is_name(path)
 
 
 def read_arrays(path: epath.PathLike, *, as_float32: bool = True) -> dict[str, np.ndarray]:
-  """All arrays of a local or gs:// file.
+  """All arrays of a local or gs:// file, or of a model of a hub (`hub.local`).
 
-  Floating-point arrays become float32, or with `as_float32=False` keep their types.
+  Floating-point arrays become float32, or with `as_float32=False` keep their types. Where
+  model.safetensors is in shards, model.safetensors.index.json beside it tells which.
 
   Raises:
     ValueError: the file is missing or damaged, or was written by `write_arrays` and has another
       checksum or none.
   """
+  path = hub.local(path)
   _check(path)
   if not epath.Path(path).exists():
+    index = epath.Path(f'{path}.index.json')
+    if index.exists():
+      return _read_shards(index, as_float32)
     raise ValueError(f'file {path} does not exist')
   content = epath.Path(path).read_bytes()
   try:
@@ -63,6 +69,26 @@ def read_arrays(path: epath.PathLike, *, as_float32: bool = True) -> dict[str, n
   except Exception as error:  # zipfile, numpy and safetensors each raise their own types
     raise ValueError(f'file {path} cannot be read: {error}') from error
   return {name: _typed(x, as_float32) for name, x in arrays.items()}
+
+
+def _read_shards(index: epath.Path, as_float32: bool) -> dict[str, np.ndarray]:
+  """The arrays of all shards that an index of the Hugging Face hub names."""
+  try:
+    shards = json.loads(index.read_text())['weight_map']
+    names = sorted(set(shards.values()))
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    raise ValueError(f'{index} cannot be read: it has no weight_map ({error})') from error
+  if missing := [name for name in names if not (index.parent / name).exists()]:
+    raise ValueError(
+      f'{len(missing)} of the {len(names)} shards that {index} names are not beside it, such as '
+      f'{missing[0]}'
+    )
+  arrays = {}
+  for name in names:
+    arrays |= read_arrays(index.parent / name, as_float32=as_float32)
+  if lacking := shards.keys() - arrays:
+    raise ValueError(f'the shards of {index} lack {len(lacking)} arrays, such as {min(lacking)}')
+  return arrays
 
 
 def write_arrays(
@@ -151,7 +177,10 @@ def _from_npz(content: bytes) -> dict[str, np.ndarray]:
 
 def _from_safetensors(tensor: Mapping[str, Any]) -> np.ndarray:
   if tensor['dtype'] not in SAFETENSORS_DTYPES:
-    raise ValueError(f'its type {tensor["dtype"]} must be one of {", ".join(SAFETENSORS_DTYPES)}')
+    raise ValueError(
+      f'its type {tensor["dtype"]} must be one of {", ".join(SAFETENSORS_DTYPES)}: take the file '
+      'that is not quantised'
+    )
   return np.frombuffer(tensor['data'], SAFETENSORS_DTYPES[tensor['dtype']]).reshape(tensor['shape'])
 
 

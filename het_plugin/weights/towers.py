@@ -6,8 +6,11 @@ into the patch embedding, so that the tower takes images in [-1, 1] like all bac
 """
 
 import dataclasses
+import functools
 import json
+import logging
 import math
+import pathlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -15,8 +18,9 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from het_plugin.weights import files
+from het_plugin.weights import files, hub
 
+_log = logging.getLogger(__name__)
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 _HALF = ((0.5,) * 3, (0.5,) * 3)
@@ -26,7 +30,17 @@ _HALF = ((0.5,) * 3, (0.5,) * 3)
 _SIXTEEN_HEADS = {'image': (1152, 1280, 1408, 1664, 1792), 'SigLIP': (1152, 1536), 'text': (1152,)}
 
 _PREFIX = re.compile(
-  r'^(?:(?:model|vit|deit|dinov2|dinov3|convnext|convnextv2|vision_model|visual|trunk|module)\.)+'
+  r'^(?:(?:model|vit|deit|dinov2|dinov2_with_registers|dinov3|convnext|convnextv2|vision_model|visual|'
+  r'trunk|module|backbone|_orig_mod|teacher|student|image_encoder|vision_tower|base_model)\.)+'
+)
+_STRIPPED = (
+  'backbone.',
+  '_orig_mod.',
+  'teacher.',
+  'student.backbone.',
+  'image_encoder.',
+  'vision_tower.',
+  'base_model.model.',
 )
 _BLOCK = re.compile(
   r'(?:blocks|encoder\.layers?|layers?|transformer\.resblocks|model\.layer)\.(\d+)\.(.+)'
@@ -36,12 +50,39 @@ _STAGE_BLOCK = re.compile(r'(?:encoder\.)?stages\.(\d+)\.(?:blocks|layers)\.(\d+
 _STAGE_START = re.compile(r'(?:encoder\.)?stages\.(\d+)\.downsampl(?:e|ing_layer)\.([01])')
 
 _OPEN_CLIP = 'open_clip_config.json'
+_OPENAI_VOCABULARY = 49_408  # whose last id is the end
 # config.json's names and ours.
 _ACTIVATIONS = {
   'gelu': 'gelu_exact',
   'quick_gelu': 'quick_gelu',
   'gelu_pytorch_tanh': 'gelu',
   'silu': 'swiglu',
+}
+
+# timm's names of activations, and transformers'.
+_TIMM_ACTIVATIONS = {
+  'gelu': 'gelu',
+  'gelu_tanh': 'gelu_pytorch_tanh',
+  'quick_gelu': 'quick_gelu',
+  'silu': 'silu',
+}
+# What timm's model_args may have beside what is read: shapes tell it, or training alone uses it.
+_TIMM_OF_SHAPES = re.compile(
+  r'(?:img_size|patch_size|embed_dim|depth|mlp_ratio|qkv_bias|qkv_fused|qk_norm|init_values|'
+  r'reg_tokens|num_reg_tokens|class_token|no_embed_class|pre_norm|use_pre_transformer_norm|'
+  r'fc_norm|use_fc_norm|in_chans|num_classes|dims|depths|ls_init_value|conv_mlp|use_grn|'
+  r'swiglu_mlp|swiglu_align_to|weight_init|fix_init|head_init_scale|dynamic_img_size|'
+  r'dynamic_img_pad|strict_img_size|use_abs_pos_emb|use_rot_pos_emb|\w*_rate|'
+  r'rope_(?:shift|jitter|rescale)_coords)'
+)
+_TIMM_READ = ('num_heads', 'act_layer', 'global_pool', 'pool_include_prefix', 'rope_temperature')
+# Settings of transformers with the one value that the towers here have.
+_FIXED = {
+  'pooler_act': 'tanh',
+  'apply_layernorm': True,
+  'attention_bias': True,
+  'proj_bias': True,
+  'mlp_bias': True,
 }
 
 # Arrays of a tower that are not used.
@@ -67,7 +108,7 @@ distillation           dist_token embeddings.distillation_token
 embedding              patch_embed.proj conv1 embeddings.patch_embeddings.projection
 embedding              embeddings.patch_embedding embeddings.patch_embeddings
 pre_norm               norm_pre ln_pre pre_layrnorm
-encoder_norm           norm layernorm ln_post post_layernorm
+encoder_norm           norm layernorm ln_post post_layernorm fc_norm
 representation         pooler.dense
 projection             visual_projection proj
 pooling/probe          head.probe attn_pool.latent
@@ -84,19 +125,21 @@ _INNER = _table("""
 attention_norm        norm1 layernorm_before layer_norm1 ln_1
 attention/qkv         attn.qkv attn.in_proj_weight attn.in_proj_bias
 attention/query       attention.attention.query self_attn.q_proj attention.q_proj
-attention/key         attention.attention.key self_attn.k_proj attention.k_proj
+attention/query       attn.q_proj attn.q_bias
+attention/key         attention.attention.key self_attn.k_proj attention.k_proj attn.k_proj
 attention/value       attention.attention.value self_attn.v_proj attention.v_proj
+attention/value       attn.v_proj attn.v_bias
 attention/out         attention.output.dense self_attn.out_proj attention.o_proj
 attention/out         attn.proj attn.out_proj
 attention/query_norm  attn.q_norm
 attention/key_norm    attn.k_norm
-attention_scale       ls1.gamma layer_scale1.lambda1
+attention_scale       ls1.gamma layer_scale1.lambda1 gamma_1
 mlp_norm              norm2 layernorm_after layer_norm2 ln_2
-mlp/wi                mlp.fc1 mlp.c_fc mlp.up_proj intermediate.dense
-mlp/wi_gate           mlp.gate_proj
+mlp/wi                mlp.fc1 mlp.c_fc mlp.up_proj intermediate.dense mlp.fc1_x
+mlp/wi_gate           mlp.gate_proj mlp.fc1_g
 mlp/gate_and_wi       mlp.weights_in
 mlp/wo                mlp.fc2 mlp.c_proj mlp.down_proj mlp.weights_out output.dense
-mlp_scale             ls2.gamma layer_scale2.lambda1
+mlp_scale             ls2.gamma layer_scale2.lambda1 gamma_2
 """)
 _CONVNEXT_OUTER = _table("""
 stem       stem.0 embeddings.patch_embeddings
@@ -165,6 +208,7 @@ class TextTower:
 
 def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> TextTower:
   """The text tower of CLIP or SigLIP in a file's arrays; arguments as in `read_tower`."""
+  tokenizer_end = config.get('tokenizer_end')
   config = config.get('text_config') or {}
   flat = _Params()
   for name, x in arrays.items():
@@ -180,8 +224,8 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
   table = flat.pop('embedding')  # [V, D]
   vocab_size, width = table.shape
   is_siglip = 'text_projection/bias' in flat
-  # CLIP's end-of-sequence is its last id. SigLIP's is 1, which also pads; SigLIP 2 pads with 0.
-  end = 1 if is_siglip else vocab_size - 1
+  # SigLIP's end-of-sequence is 1, which also pads; SigLIP 2 pads with 0.
+  end = 1 if is_siglip else _end_of(config, tokenizer_end, vocab_size)
   padding = 0 if vocab_size >= 256_000 else end
   rows = np.zeros((-(-(vocab_size + 2) // 128) * 128, width), np.float32)
   rows[0] = table[padding]
@@ -205,11 +249,44 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
   return TextTower(settings, params, len(flat['position_embedding']), scale)
 
 
+def _end_of(config: Mapping[str, Any], tokenizer_end: int | None, vocab_size: int) -> int:
+  """The end-of-sequence of a CLIP: of its configuration, its tokenizer, or OpenAI's vocabulary."""
+  # OpenAI's configurations say 2, whatever the vocabulary.
+  stated = config.get('eos_token_id')
+  end = tokenizer_end if stated in (None, 2) else stated
+  if end is None:
+    end = min(vocab_size, _OPENAI_VOCABULARY) - 1
+  if not 0 <= end < vocab_size:
+    raise ValueError(
+      f'eos_token_id={end} in the text_config of config.json must be below the {vocab_size} rows '
+      'of the token embeddings'
+    )
+  return end
+
+
 def is_tower(names: Collection[str]) -> bool:
   """Whether the arrays have the names of timm, transformers or open_clip."""
   stems = ((name, _stem(_PREFIX.sub('', name), _OUTER)[0]) for name in names)
   is_vit = any(stem == 'embedding' and 'embedding/' not in name for name, stem in stems)
   return is_vit or _is_convnext(names)
+
+
+def antialiases(names: Collection[str]) -> bool:
+  """Whether the project of a tower antialiases when it resizes position embeddings.
+
+  timm and open_clip do, transformers does not.
+  """
+  return not any('embeddings.' in name and 'token_embedding' not in name for name in names)
+
+
+def not_recognised(names: Collection[str]) -> str:
+  """A sentence on a file with arrays of these names, in which no tower was recognised."""
+  some = ', '.join(sorted(names)[:3])
+  return (
+    f'no tower was recognised among its {len(names)} arrays, such as {some}. Read are the families '
+    f'of docs/backbones.md, also with a prefix such as {", ".join(_STRIPPED)}; for another model '
+    'name a gin file of it with --gin_file'
+  )
 
 
 def _is_convnext(names: Collection[str]) -> bool:
@@ -218,17 +295,107 @@ def _is_convnext(names: Collection[str]) -> bool:
 
 
 def read_config(path: epath.PathLike) -> dict[str, Any]:
-  """Settings from config.json, preprocessor_config.json and open_clip_config.json beside a file."""
+  """Settings from the descriptions beside a file: config.json, preprocessor_config.json,
+  processor_config.json (transformers 5), open_clip_config.json and the tokenizer's.
+
+  Raises:
+    ValueError: a description is no JSON object, or says what cannot be read.
+  """
+  folder = epath.Path(hub.local(path)).parent
   read = {}
-  for name in (_OPEN_CLIP, 'config.json', 'preprocessor_config.json'):
-    file = epath.Path(path).parent / name
-    if file.exists():
-      try:
-        settings = json.loads(file.read_text())
-        read |= _of_open_clip(settings) if name == _OPEN_CLIP else settings
-      except ValueError as error:
-        raise ValueError(f'{file} cannot be read: {error}') from error
+  for name in (_OPEN_CLIP, 'config.json', 'processor_config.json', 'preprocessor_config.json'):
+    if (settings := _json(folder / name)) is not None:
+      if name == _OPEN_CLIP:
+        settings = _of_open_clip(settings)
+      elif name == 'processor_config.json':
+        settings = settings.get('image_processor', {})
+      read |= settings
+  if (end := _tokenizer_end(folder)) is not None:
+    read['tokenizer_end'] = end
+  if 'quantization_config' in read:
+    raise ValueError(
+      f'{folder / "config.json"} has a quantization_config: take the file of the same model that '
+      'is not quantised'
+    )
+  if 'peft_type' in read or (folder / 'adapter_config.json').exists():
+    raise ValueError(
+      f'{path} is an adapter (LoRA): merge it into its base model, and save that as a whole'
+    )
   return {**read, **read.pop('vision_config', {}), **read.pop('pretrained_cfg', {})}
+
+
+def _json(file: epath.Path) -> dict[str, Any] | None:
+  """A JSON object of a file; None if there is no file."""
+  if not file.exists():
+    return None
+  try:
+    settings = json.loads(file.read_text())
+  except ValueError as error:
+    raise ValueError(f'{file} cannot be read: {error}') from error
+  if not isinstance(settings, dict):
+    raise ValueError(f'{file} must hold a JSON object, not {str(settings)[:40]}')
+  return settings
+
+
+def _tokenizer_end(folder: epath.Path) -> int | None:
+  """The id of the end-of-sequence that the tokenizer beside a file names; None if none does."""
+  token = (_json(folder / 'tokenizer_config.json') or {}).get('eos_token')
+  token = token.get('content') if isinstance(token, dict) else token
+  if token is None or (tokenizer := _json(folder / 'tokenizer.json')) is None:
+    return None
+  added = {x.get('content'): x.get('id') for x in tokenizer.get('added_tokens', [])}
+  vocabulary = tokenizer.get('model', {}).get('vocab', {})
+  return added.get(token, vocabulary.get(token) if isinstance(vocabulary, dict) else None)
+
+
+@functools.cache
+def _architectures() -> dict[str, dict[str, Any]]:
+  """{architecture of timm: its settings}; `tests/weights/timm_architectures.py` writes them."""
+  table = json.loads((pathlib.Path(__file__).parent / 'timm_architectures.json').read_text())
+  return {
+    name: {**row['settings'], 'num_heads': heads}
+    for row in table['rows']
+    for name, heads in row['num_heads'].items()
+  }
+
+
+def _of_timm(config: Mapping[str, Any]) -> dict[str, Any]:
+  """The settings of a file of timm under the names of transformers."""
+  architecture = config['architecture'].partition('.')[0]
+  row = _architectures().get(architecture)
+  if row is None:
+    raise ValueError(
+      f'architecture={architecture!r} in config.json is none of the ViTs, DINOv3s and ConvNeXts of '
+      'timm that can be read; docs/backbones.md lists the families'
+    )
+  if 'unread' in row:
+    raise ValueError(f'architecture={architecture!r} in config.json has {row["unread"]}')
+  arguments = config.get('model_args') or {}
+  for name, value in arguments.items():
+    if name not in _TIMM_READ and not _TIMM_OF_SHAPES.fullmatch(name) and row.get(name) != value:
+      raise ValueError(f'model_args has {name}={value!r} in config.json, which cannot be read')
+  row = row | {name: arguments[name] for name in _TIMM_READ if name in arguments}
+  stated = config.get('global_pool')
+  if stated is not None and 'global_pool' not in arguments and stated != row['global_pool']:
+    raise ValueError(
+      f'global_pool={stated!r} in config.json, but timm makes {architecture} with '
+      f'{row["global_pool"]!r}: write the one that was meant into its model_args'
+    )
+  activation = row['act_layer'] or 'gelu'
+  if activation not in _TIMM_ACTIVATIONS:
+    raise ValueError(
+      f'act_layer={activation!r} in config.json must be one of {", ".join(_TIMM_ACTIVATIONS)}'
+    )
+  return {
+    'num_attention_heads': row['num_heads'],
+    'hidden_act': _TIMM_ACTIVATIONS[activation],
+    'layer_norm_eps': row['epsilon'],
+    'global_pool': row['global_pool'],
+    'pool_include_prefix': row.get('pool_include_prefix', False),
+    'norm': row.get('norm', 'layer_norm'),
+    'last_epsilon': row.get('last_epsilon', row['epsilon']),
+    'rope_theta': row.get('rope_temperature'),
+  }
 
 
 def _of_open_clip(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,10 +424,13 @@ def _of_open_clip(settings: Mapping[str, Any]) -> dict[str, Any]:
 def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Tower:
   """The tower in a file's arrays; an empty `read_config` means the usual values of the project.
 
-  Layers that the backbone does not have are a ValueError that names them.
+  Raises:
+    ValueError: layers that the backbone does not have, or a setting that it cannot have.
   """
+  config = _described(config)
   if _is_convnext(arrays):
     return _read_convnext(arrays, config)
+  _check_files(arrays)
   flat, skipped = _renamed(arrays, 'ViT', lambda name: _stem(name, _OUTER))
   kernel = flat['embedding/kernel']  # [P, P, C, D]
   patch_size = kernel.shape[0]
@@ -273,10 +443,10 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   defaults = _CLIP if is_clip else _IMAGENET if is_dino or 'distillation' in flat else _HALF
   _normalise_pixels(flat, 'embedding', config, defaults)
 
+  names = ' '.join(arrays)
+  pooling, skipped = _pooling(flat, config, names, skipped)
   if 'distillation' in flat:  # DeiT's second token, which has a position
-    position = flat['position_embedding']
-    flat['registers'] = flat.pop('distillation') + position[1:2]
-    flat['position_embedding'] = np.delete(position, 1, axis=0)
+    flat['registers'] = flat.pop('distillation')
   for name in list(flat):
     if name.endswith('/query/bias'):
       flat.setdefault(name.replace('/query/', '/key/'), np.zeros(width))  # DINOv3 has none for keys
@@ -289,13 +459,8 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   if is_rotary:
     image_size = _image_size(config)
   else:
-    position = flat['position_embedding']
-    side = math.isqrt(len(position))
-    if 'class_token' in flat and side * side == len(position):  # timm's no_embed_class
-      flat['position_embedding'] = np.pad(position, ((1, 0), (0, 0)))
-    image_size = side * patch_size
+    image_size = _place_positions(flat) * patch_size
 
-  names = ' '.join(arrays)
   architecture = config.get('architecture', '')
   # transformers' CLIP is OpenAI's; timm names the files that have its activation.
   is_openai = 'pre_layrnorm' in names or 'quickgelu' in architecture
@@ -313,9 +478,13 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     'patch_size': patch_size,
     'width': width,
     **_block_settings(flat, config, 'SigLIP' if is_siglip else 'image', width, activation),
-    'pooling': 'map' if is_siglip else 'token' if 'class_token' in flat else 'gap',
+    'pooling': pooling,
+    'class_token': True if 'class_token' in flat and pooling in ('gap', 'all') else None,
+    'norm_pooled': 'fc_norm.weight' in names,
+    'norm': config.get('norm') or 'layer_norm',
     'norm_epsilon': config.get('layer_norm_eps') or (1e-5 if is_clip or is_rotary else 1e-6),
     'position': 'rope' if is_rotary else 'learned',
+    'rope_theta': config.get('rope_theta') or 100.0,
     'num_registers': len(flat.get('registers', ())),
     'qkv_bias': 'block00/attention/query/bias' in flat,
     'qk_norm': 'block00/attention/query_norm/scale' in flat,
@@ -324,7 +493,106 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     'projection_size': width_of('projection/kernel'),
     'representation_size': width_of('representation/kernel'),
   }
+  _check_head(flat, settings)
   return Tower(settings, _placed(flat), image_size, skipped)
+
+
+def _described(config: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The configuration with timm's settings under the names of transformers."""
+  for name, value in _FIXED.items():
+    if config.get(name, value) != value:
+      raise ValueError(f'{name}={config[name]!r} in config.json must be {value!r}')
+  if 'architecture' in config and 'num_attention_heads' not in config:
+    return {**config, **_of_timm(config)}
+  if not config:
+    _log.warning(
+      'There is no config.json beside the file: attention heads, activation, pooling, epsilon and '
+      'pixel normalisation are the usual ones of its project.'
+    )
+  return config
+
+
+def _check_files(arrays: Mapping[str, np.ndarray]) -> None:
+  if any('.lora_' in name for name in arrays):
+    raise ValueError('the file is an adapter (LoRA): merge it into its base model')
+
+
+def _pooling(
+  flat: dict[str, np.ndarray], config: Mapping[str, Any], names: str, skipped: tuple[str, ...]
+) -> tuple[str, tuple[str, ...]]:
+  """The pooling of `backbones.ViT`, and what the tower does not use; may remove parameters."""
+
+  def drop(*prefixes: str) -> tuple[str, ...]:
+    dropped = [name for name in flat if name.startswith(prefixes)]
+    for name in dropped:
+      flat.pop(name)
+    return (*skipped, *dropped)
+
+  if 'representation/kernel' in flat and 'projection/kernel' in flat:
+    raise ValueError(
+      'the file has a pooler with tanh and a projection after it (VisionTextDualEncoder), which '
+      'cannot be read: save its vision_model alone'
+    )
+  if 'pre_layrnorm' in names and 'head/kernel' in flat:
+    raise ValueError(
+      'the file has a classifier of a CLIP (CLIPForImageClassification), which takes the mean of '
+      'patches that are not normalised and cannot be read: save its vision_model alone'
+    )
+  width = flat['embedding/kernel'].shape[-1]
+  inputs = flat['head/kernel'].shape[0] if 'head/kernel' in flat else None
+  stated = config.get('global_pool')
+  if 'distillation' in flat and ('dist_token' in names or 'distillation_classifier' in names):
+    # Each of the two tokens has a classifier: no single one takes their mean.
+    return 'distilled', drop('head/')
+  if 'pooling/probe' in flat:
+    if 'vision_model.' in names and inputs is not None:  # SiglipForImageClassification
+      return 'gap', drop('pooling/')
+    if stated not in (None, 'map'):
+      raise ValueError(f'global_pool={stated!r} in config.json, but the file pools by attention')
+    if 'class_token' in flat or 'registers' in flat:
+      raise ValueError('the file pools by attention and has a class token or registers')
+    return 'map', skipped
+  if inputs == 2 * width:  # Dinov2ForImageClassification
+    return 'token_and_gap', skipped
+  usual = 'token' if 'class_token' in flat else 'avg'
+  pool = stated or usual
+  if pool == 'avg':
+    return 'all' if config.get('pool_include_prefix') else 'gap', skipped
+  if pool != 'token' or 'class_token' not in flat:
+    raise ValueError(
+      f"global_pool={pool!r} in config.json must be 'avg', 'map', or with a class token 'token'"
+    )
+  return 'token', skipped
+
+
+def _place_positions(flat: dict[str, np.ndarray]) -> int:
+  """Gives registers their rows of the table and the class token a row; the side of the grid."""
+  position = flat['position_embedding']
+  has_token = 'class_token' in flat
+  num_registers = len(flat.get('registers', ()))
+  rows = {0, int(has_token), has_token + num_registers}
+  fitting = [n for n in rows if math.isqrt(len(position) - n) ** 2 == len(position) - n]
+  if len(fitting) != 1:
+    raise ValueError(
+      f'the {len(position)} position embeddings of the file do not tell which of them belong to a '
+      f'square of patches, beside {int(has_token)} class tokens and {num_registers} registers'
+    )
+  prefix = fitting[0]
+  if prefix > has_token:
+    flat['registers'] = flat['registers'] + position[int(has_token) : prefix]
+  token = position[:1] if has_token and prefix else np.zeros((1, position.shape[1]), np.float32)
+  flat['position_embedding'] = np.concatenate([token[: int(has_token)], position[prefix:]])
+  return math.isqrt(len(position) - prefix)
+
+
+def _check_head(flat: Mapping[str, np.ndarray], settings: Mapping[str, Any]) -> None:
+  width = settings['width'] * (2 if settings['pooling'] == 'token_and_gap' else 1)
+  width = settings['representation_size'] or settings['projection_size'] or width
+  if 'head/kernel' in flat and flat['head/kernel'].shape[0] != width:
+    raise ValueError(
+      f"the file's classifier takes {flat['head/kernel'].shape[0]} features, and its tower gives "
+      f'{width}'
+    )
 
 
 def _block_settings(
@@ -337,8 +605,20 @@ def _block_settings(
     known = ', '.join(_ACTIVATIONS)
     raise ValueError(f'hidden_act={activation!r} in config.json must be one of {known}')
   is_gated = 'block00/mlp/wi_gate/kernel' in flat
+  if activation == 'silu' and not is_gated:
+    raise ValueError("hidden_act='silu' in config.json needs MLPs with a gate; the file has none")
+  stated = config.get('hidden_act')
+  if is_gated and stated not in (None, 'silu') and 'use_swiglu_ffn' not in config:
+    raise ValueError(f"hidden_act={stated!r} in config.json must be 'silu' for MLPs with a gate")
+  depth = sum(name.endswith('/attention_norm/scale') for name in flat)
+  stated = config.get('num_hidden_layers')
+  if stated is not None and stated != depth:
+    raise ValueError(
+      f'config.json has num_hidden_layers={stated}, and the file {depth} blocks: it is of another '
+      'model, or one of several files'
+    )
   return {
-    'depth': sum(name.endswith('/attention_norm/scale') for name in flat),
+    'depth': depth,
     'mlp_dim': flat['block00/mlp/wi/kernel'].shape[-1],
     'num_heads': config.get('num_attention_heads') or usual_heads,
     'mlp': 'swiglu' if is_gated else _ACTIVATIONS[activation],
@@ -355,6 +635,17 @@ def _read_convnext(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) 
     'width': flat['stem/kernel'].shape[-1],
     'version': 'v1' if 'stage1_block01/layer_scale' in flat else 'v2',
   }
+  if config.get('hidden_act', 'gelu') != 'gelu':
+    raise ValueError(f"hidden_act={config['hidden_act']!r} in config.json must be 'gelu'")
+  if config.get('global_pool', 'avg') != 'avg':
+    raise ValueError(f"global_pool={config['global_pool']!r} in config.json must be 'avg'")
+  # transformers' configuration is of the last normalisation alone; the others have 1e-6.
+  is_timm = 'last_epsilon' in config
+  if is_timm and config['layer_norm_eps'] != 1e-6:
+    settings['norm_epsilon'] = config['layer_norm_eps']
+  last = config.get('last_epsilon') or config.get('layer_norm_eps')
+  if last is not None and last != settings.get('norm_epsilon', 1e-6):
+    settings['last_epsilon'] = last
   return Tower(settings, _placed(flat), _image_size(config), skipped, 'convnext')
 
 
@@ -437,12 +728,15 @@ def _renamed(
   skipped = []
   unknown = []
   for name, x in arrays.items():
-    if roots and roots[0] not in name and 'visual_projection' not in name:
+    if roots and not any(part in name for part in (roots[0], 'visual_projection', 'classifier.')):
       skipped.append(name)  # belongs to the text tower
       continue
     ours, kind = stem(_PREFIX.sub('', name))
     if ours is not None:
-      flat |= _converted(ours, kind, x, transpose=not name.endswith('proj'))
+      parts = _converted(ours, kind, x, transpose=not name.endswith('proj'))
+      if twice := parts.keys() & flat.keys():
+        raise ValueError(f'{name} is the second layer of the file for {min(twice)}')
+      flat |= parts
     else:
       (skipped if _SKIPPED.fullmatch(name) else unknown).append(name)
   if unknown:

@@ -11,7 +11,7 @@ from flax import traverse_util
 
 from het_plugin import fewshot, runs, weights, zeroshot
 from het_plugin.backbones import ConvNeXt, TextTransformer, ViT
-from het_plugin.weights import towers
+from het_plugin.weights import towers, transfer
 
 SIZES = {'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
 SIZES |= {'intermediate_size': 48, 'image_size': 28, 'patch_size': 7}
@@ -445,14 +445,16 @@ def test_a_tower_starts_a_run_of_another_resolution(ours, caplog):
   np.testing.assert_array_equal(read['head/kernel'][:, :5], 1)
   with caplog.at_level('INFO'):
     report.log('a file')
-  summary, names = caplog.messages
+  *_, summary, names = caplog.messages
   assert summary == f'a file: {report.text().partition(chr(10))[0]}' and 'initialised: ' in names
 
 
 def test_layers_without_a_place_are_named(ours):
   arrays = timm_arrays(ours[1]) | {'fc_norm.weight': np.ones(16)}
-  with pytest.raises(ValueError, match='ViT, .*fc_norm.weight'):
+  with pytest.raises(ValueError, match='fc_norm.weight is the second layer .* encoder_norm/scale'):
     weights.read_tower(arrays, {})
+  with pytest.raises(ValueError, match='ViT, such as blocks.0.rel_pos'):
+    weights.read_tower(timm_arrays(ours[1]) | {'blocks.0.rel_pos': np.ones(16)}, {})
   arrays = timm_arrays(ours[1])
   kernel = arrays['patch_embed.proj.weight']
   with pytest.raises(ValueError, match='have 1 channels, and its image_mean and image_std 3 and 3'):
@@ -463,3 +465,185 @@ def test_layers_without_a_place_are_named(ours):
       weights.read_tower(some, {})
   with pytest.raises(ValueError, match="hidden_act='relu' in config.json .* gelu"):
     weights.read_tower(timm_arrays(ours[1]), {'hidden_act': 'relu'})
+
+
+@pytest.mark.parametrize(
+  'name, settings',
+  [
+    ('test_vit', {}),
+    ('vit_tiny_patch16_224', {'num_heads': 6}),
+    ('vit_tiny_patch16_224', {'global_pool': 'avg'}),
+    ('vit_tiny_patch16_224', {'global_pool': 'avg', 'fc_norm': False}),
+    ('vit_tiny_patch16_224', {'act_layer': 'gelu_tanh'}),
+    ('deit_tiny_distilled_patch16_224', {}),
+    ('vit_so150m_patch16_reg4_gap_256', {}),
+    ('vit_small_patch16_dinov3', {}),
+    ('vit_small_patch16_dinov3_qkvb', {}),
+    ('vit_small_plus_patch16_dinov3', {}),
+    ('vit_base_patch16_siglip_gap_224', {}),
+    ('eva_giant_patch14_224', {'img_size': 56, 'embed_dim': 64, 'num_heads': 4}),
+    ('convnext_xxlarge', {'depths': (1, 1, 1, 1), 'dims': (32, 64, 128, 256)}),
+  ],
+)
+@pytest.mark.slow
+def test_parity_with_files_that_timm_writes(name, settings, tmp_path):
+  torch = pytest.importorskip('torch')
+  timm = pytest.importorskip('timm')
+  if 'depths' not in settings:
+    settings = {'img_size': 64, 'depth': 2, **settings}
+  model = timm.create_model(name, **settings).eval()
+  torch.manual_seed(0)
+  with torch.no_grad():
+    for p in model.parameters():
+      p.add_(0.1 * torch.randn_like(p))
+  timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+  side = settings.get('img_size', 64)
+  image = np.random.default_rng(0).random((2, side, side, 3)).astype(np.float32)
+  mean, std = (np.asarray(model.pretrained_cfg[key]) for key in ('mean', 'std'))
+  pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
+  with torch.no_grad():
+    expected = model.forward_head(model.forward_features(pixels), pre_logits=True).numpy()
+    logits = model(pixels).numpy()
+  path = tmp_path / 'model.safetensors'
+  tower = weights.read_tower(weights.read_arrays(path), weights.read_config(path))
+  phi = phi_of(tower, image)
+  np.testing.assert_allclose(phi, expected, atol=1e-5 * np.abs(expected).max())
+  if 'head/kernel' in tower.params:
+    ours = phi @ tower.params['head/kernel'] + tower.params['head/bias']
+    np.testing.assert_allclose(ours, logits, atol=1e-5 * np.abs(logits).max())
+
+
+def test_the_table_is_of_the_installed_timm():
+  pytest.importorskip('timm')
+  from tests.weights import timm_architectures
+
+  table = towers._architectures()
+  for name in (
+    'test_vit',
+    'convnext_tiny',
+    'vit_small_patch16_dinov3',
+    'vit_pwee_patch16_reg1_gap_256',
+  ):
+    assert table[name] == timm_architectures.settings(name), name
+
+
+@pytest.mark.parametrize(
+  'described, settings',
+  [
+    ({}, {'num_heads': 2, 'mlp': 'gelu_exact', 'pooling': 'token'}),
+    ({'model_args': {'num_heads': 4}}, {'num_heads': 4}),
+    ({'model_args': {'act_layer': 'gelu_tanh'}}, {'mlp': 'gelu'}),
+    ({'model_args': {'global_pool': 'avg'}}, {'pooling': 'gap', 'class_token': True}),
+    ({'model_args': {'global_pool': 'avg', 'pool_include_prefix': True}}, {'pooling': 'all'}),
+    ({'model_args': {'drop_path_rate': 0.1, 'img_size': 28}}, {'num_heads': 2}),
+  ],
+)
+def test_what_a_file_of_timm_says(described, settings):
+  arrays = siglip_arrays('timm')
+  arrays = {name: x for name, x in arrays.items() if 'pool' not in name}
+  arrays['cls_token'] = np.ones((1, 1, 32))
+  tower = weights.read_tower(arrays, {'architecture': 'test_vit.r160_in1k', **described})
+  assert {name: tower.settings[name] for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+  'described, sentence',
+  [
+    ({'architecture': 'vit_of_tomorrow'}, "architecture='vit_of_tomorrow' in config.json is none"),
+    ({'architecture': 'eva02_tiny_patch14_224'}, 'has layers of its own .RotaryEmbeddingCat'),
+    ({'model_args': {'act_layer': 'relu'}}, "act_layer='relu' in config.json must be one of gelu"),
+    ({'model_args': {'scale_attn_norm': True}}, 'model_args has scale_attn_norm=True'),
+    ({'model_args': {'global_pool': 'avgmax'}}, "global_pool='avgmax' in config.json must be"),
+    ({'global_pool': 'avg'}, "global_pool='avg' in config.json, but timm makes test_vit"),
+    ({'num_attention_heads': 2, 'num_hidden_layers': 9}, 'num_hidden_layers=9, and the file 1 bl'),
+    ({'num_attention_heads': 2, 'pooler_act': 'relu'}, "pooler_act='relu' in config.json must be"),
+  ],
+)
+def test_settings_that_cannot_be_read_are_named(described, sentence):
+  arrays = siglip_arrays('timm')
+  arrays = {name: x for name, x in arrays.items() if 'pool' not in name}
+  arrays['cls_token'] = np.ones((1, 1, 32))
+  with pytest.raises(ValueError, match=sentence):
+    weights.read_tower(arrays, {'architecture': 'test_vit', **described})
+
+
+def test_the_end_of_a_text_of_clip(tmp_path):
+  """A table with one row more ends texts with the id of the configuration, or the tokenizer."""
+
+  def row_of_end(config):
+    tower = weights.read_text_tower(arrays, config)
+    table = tower.params['text_tower/embedding']
+    (same,) = np.flatnonzero((table[2:32] == table[1]).all(axis=1))
+    return same
+
+  arrays = clip_arrays()  # 30 rows
+  assert row_of_end({}) == 29
+  assert row_of_end({'text_config': {'eos_token_id': 2}}) == 29
+  assert row_of_end({'text_config': {'eos_token_id': 28}}) == 28
+  path = tmp_path / 'model.safetensors'
+  (tmp_path / 'tokenizer_config.json').write_text(json.dumps({'eos_token': '</s>'}))
+  vocabulary = {'model': {'vocab': {'</s>': 27}}}
+  (tmp_path / 'tokenizer.json').write_text(json.dumps(vocabulary))
+  (tmp_path / 'config.json').write_text(json.dumps({'text_config': {'eos_token_id': 2}}))
+  assert row_of_end(weights.read_config(path)) == 27
+  with pytest.raises(ValueError, match='eos_token_id=30 .* must be below the 30 rows'):
+    row_of_end({'text_config': {'eos_token_id': 30}})
+
+
+def test_descriptions_and_shards_beside_a_file(tmp_path):
+  path = tmp_path / 'model.safetensors'
+  pixels = {'image_mean': [0.5] * 3, 'image_std': [0.25] * 3}
+  (tmp_path / 'processor_config.json').write_text(json.dumps({'image_processor': pixels}))
+  assert weights.read_config(path) == pixels
+  arrays = clip_arrays()
+  names = sorted(arrays)
+  map_of_names = {}
+  for i, some in enumerate((names[:9], names[9:])):
+    shard = f'model-0000{i + 1}-of-00002.safetensors'
+    weights.write_arrays(tmp_path / shard, {name: arrays[name] for name in some})
+    map_of_names |= dict.fromkeys(some, shard)
+  (tmp_path / f'{path.name}.index.json').write_text(json.dumps({'weight_map': map_of_names}))
+  read = weights.read_arrays(path)
+  assert read.keys() == arrays.keys()
+  np.testing.assert_array_equal(read[names[0]], arrays[names[0]])
+  (tmp_path / shard).unlink()
+  with pytest.raises(ValueError, match='1 of the 2 shards .* not beside it, such as model-00002'):
+    weights.read_arrays(path)
+  (tmp_path / 'config.json').write_text('{"quantization_config": {"quant_method": "fp8"}}')
+  with pytest.raises(ValueError, match='quantization_config: take the file .* not quantised'):
+    weights.read_config(path)
+
+
+@pytest.mark.parametrize(
+  'prefix', ['backbone.', '_orig_mod.', 'teacher.', 'student.backbone.', 'base_model.model.']
+)
+def test_prefixes_of_trainers_are_stripped(ours, prefix):
+  _, params, image = ours
+  arrays = timm_arrays(params)
+  config = {'num_attention_heads': 2}
+  expected = weights.read_tower(arrays, config)
+  tower = weights.read_tower({prefix + name: x for name, x in arrays.items()}, config)
+  assert tower.settings == expected.settings
+  np.testing.assert_array_equal(tower.params['head/kernel'], expected.params['head/kernel'])
+
+
+def test_a_file_without_a_tower_is_refused_before_gin(tmp_path):
+  path = tmp_path / 'model.safetensors'
+  weights.write_arrays(path, {f'layers.{i}.mixer.A': np.zeros(3) for i in range(4)})
+  with pytest.raises(ValueError, match='no tower was recognised among its 4 .*layers.2.mixer.A. '):
+    runs.configuration(path)
+
+
+@pytest.mark.parametrize(
+  'size, antialias, first',
+  [
+    (3, True, [1.0657893, -0.0657893]),
+    (3, False, [1.0868058, -0.0868058]),
+    (2, True, [0.4586777, 0.4586777, 0.1198347, -0.0371901]),
+    (2, False, [0.5, 0.59375, -0.09375, 0.0]),
+  ],
+)
+def test_position_embeddings_are_resized_as_pytorch_does(size, antialias, first):
+  """The first row of a resized identity, as torch 2.13's interpolate gives it."""
+  matrix = transfer._bicubic(len(first), size, antialias)
+  np.testing.assert_allclose(matrix[0], first, atol=1e-6)

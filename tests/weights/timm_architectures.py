@@ -1,0 +1,96 @@
+"""The settings of timm's architectures, from the models that timm itself makes.
+
+    python -m tests.weights.timm_architectures    # writes timm_architectures.json of weights/
+
+Models are made without memory for their parameters. A row holds what names and shapes of a file
+do not tell; `tests/weights/test_towers.py` compares rows with the installed timm.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+import timm
+import torch
+
+TABLE = pathlib.Path(__file__).parents[2] / 'het_plugin' / 'weights' / 'timm_architectures.json'
+MODULES = ('vision_transformer', 'deit', 'eva', 'convnext')
+# Classes of activations, and timm's names of them.
+ACTIVATIONS = {'GELU': 'gelu', 'GELUTanh': 'gelu_tanh', 'QuickGELU': 'quick_gelu', 'SiLU': 'silu'}
+NORMS = {'LayerNorm': 'layer_norm', 'RmsNorm': 'rms_norm'}
+BLOCKS = ('Block', 'EvaBlock')
+ATTENTION = ('Attention', 'EvaAttention', 'AttentionRope')
+
+
+def name_of(layer: Any) -> str:
+  return type(layer).__name__
+
+
+def settings(name: str) -> dict[str, Any]:
+  """The row of an architecture; 'unread' says what the towers here do not have."""
+  with torch.device('meta'):
+    model = timm.create_model(name)
+  try:
+    return _convnext(model) if name_of(model) == 'ConvNeXt' else _vit(model)
+  except AttributeError as error:
+    return {'num_heads': None, 'unread': f'layers of its own ({error})'}
+
+
+def _convnext(model: Any) -> dict[str, Any]:
+  block = model.stages[0].blocks[0]
+  row = {
+    'num_heads': None,
+    'global_pool': model.head.global_pool.pool_type,
+    'epsilon': block.norm.eps,
+    'act_layer': ACTIVATIONS[name_of(block.mlp.act)],
+  }
+  if name_of(block.norm) not in ('LayerNorm', 'LayerNorm2d'):
+    return row | {'unread': f'layers of its own ({name_of(block.norm)})'}
+  last = model.head.norm.eps
+  return row if last == row['epsilon'] else row | {'last_epsilon': last}
+
+
+def _vit(model: Any) -> dict[str, Any]:
+  block = model.blocks[0]
+  row = {
+    'num_heads': block.attn.num_heads,
+    'global_pool': model.global_pool,
+    'epsilon': block.norm1.eps,
+    'act_layer': ACTIVATIONS[name_of(block.mlp.act)],
+  }
+  if name_of(block.norm1) != 'LayerNorm':
+    row['norm'] = NORMS[name_of(block.norm1)]
+  if getattr(model, 'pool_include_prefix', False):
+    row['pool_include_prefix'] = True
+  odd = [
+    name_of(layer)
+    for layer, known in (
+      (block, BLOCKS),
+      (block.attn, ATTENTION),
+      (model.patch_embed, ('PatchEmbed',)),
+    )
+    if name_of(layer) not in known
+  ]
+  rope = getattr(model, 'rope', None)
+  if rope is not None:
+    row['rope_temperature'] = rope.temperature
+    row |= {'rope_type': 'dinov3', 'rope_rotate_half': True}
+    if name_of(rope) != 'RotaryEmbeddingDinoV3' or not rope.rotate_half or rope.grid_offset:
+      odd.append(name_of(rope))
+  return row | {'unread': f'layers of its own ({", ".join(odd)})'} if odd else row
+
+
+def table() -> dict[str, Any]:
+  """Rows {settings, {architecture: heads}} of all architectures of the modules."""
+  names_of_row: dict[str, dict[str, int | None]] = {}
+  for module in MODULES:
+    for name in timm.list_models(module=module):
+      row = settings(name)
+      heads = row.pop('num_heads')
+      names_of_row.setdefault(json.dumps(row), {})[name] = heads
+  rows = [{'settings': json.loads(row), 'num_heads': heads} for row, heads in names_of_row.items()]
+  return {'timm': timm.__version__, 'rows': rows}
+
+
+if __name__ == '__main__':
+  TABLE.write_text(json.dumps(table(), indent=0) + '\n')
