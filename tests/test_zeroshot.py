@@ -28,9 +28,10 @@ class Towers(runs.Configuration):
     return {'model': SmallContrastive(), 'train_dataset_cfg': 'the run'}[name]
 
   def open(self):
-    seed = int(re.search(r'\d+', self.checkpoint)[0])
+    path = self.checkpoint.path
+    seed = int(re.search(r'\d+', path)[0])
     model, partitioner, specs, params = opened(seed)
-    place = {'checkpoint': self.checkpoint, 'step': 9, 'task': 'a task'}
+    place = {'checkpoint': path, 'step': 9, 'task': 'a task'}
     return runs.Run(model, partitioner, params, specs, image_size=8, channels=1, **place)
 
 
@@ -38,7 +39,7 @@ def towers_of(checkpoint, gin_files=(), bindings=(), search_paths=('.',), publis
   with gin_state.preserved():
     gin.clear_config()
     gin.parse_config_files_and_bindings(gin_files, bindings)
-    return Towers(checkpoint, 9, None)
+    return Towers(runs.Checkpoint(checkpoint, 9))
 
 
 def tokenizer_of(dataset_cfg):

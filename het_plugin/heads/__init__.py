@@ -1,5 +1,6 @@
 """Heads: map pre-logits to Gaussian logits, and pairs of representations to contrastive logits."""
 
+from het_plugin.heads.batch_softmax import BatchSoftmax, symmetric_nll
 from het_plugin.heads.classifiers import (
   AffineLoading,
   Classifier,
@@ -32,6 +33,7 @@ CONFIGURABLES = {
 __all__ = [
   'HEADS',
   'AffineLoading',
+  'BatchSoftmax',
   'Classifier',
   'ContrastiveDet',
   'ContrastiveHetXL',
@@ -54,4 +56,5 @@ __all__ = [
   'predictive_logits',
   'row_keys',
   'served',
+  'symmetric_nll',
 ]

@@ -36,21 +36,19 @@ from flax import struct
 from flax.linen import partitioning
 from jax.typing import DTypeLike
 
+from het_plugin.heads.batch import CHUNK_BYTES
+from het_plugin.heads.batch_softmax import BatchSoftmax, symmetric_nll
 from het_plugin.heads.covariance import LowRankCovariance, Parametrization, Remainder
+from het_plugin.heads.noisy_batch import batch_nll, unit_length
 from het_plugin.heads.settings import check_dtype
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale, owned
 from het_plugin.integrate import (
-  BatchSoftmax,
   GaussianLogits,
   Integrator,
   Linear,
   LowRank,
   Opaque,
-  batch_nll,
-  symmetric_nll,
-  unit_length,
 )
-from het_plugin.integrate.batch_softmax import CHUNK_BYTES
 from het_plugin.integrate.samplers import checked_keys
 from het_plugin.system.ranges import Count, Positive
 
@@ -242,7 +240,7 @@ def contrastive_nll(
       >>> to_text.nll.shape
       (4,)
 
-  Uses the active mesh, see `integrate.batch_softmax`.
+  Uses the active mesh, see `batch_softmax`.
 
   Args:
     pairs: output of a head.

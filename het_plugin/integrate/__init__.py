@@ -1,6 +1,5 @@
-"""Gaussian logits, the expectation of their softmax or sigmoid, and the softmax over a batch."""
+"""Gaussian logits, and the expectation of their softmax or sigmoid."""
 
-from het_plugin.integrate.batch_softmax import BatchSoftmax, symmetric_nll
 from het_plugin.integrate.cross_entropy import cross_entropy
 from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.gaussian import (
@@ -23,11 +22,9 @@ from het_plugin.integrate.integrator import (
   multi_hot,
 )
 from het_plugin.integrate.location import Location
-from het_plugin.integrate.noisy_batch import batch_nll, unit_length
 from het_plugin.integrate.order import pick_order
 from het_plugin.integrate.samplers import (
   SAMPLERS,
-  antithetic,
   example_keys,
   iid,
   shared_key,
@@ -54,7 +51,6 @@ __all__ = [
   'ORDERS',
   'REMAINDERS',
   'SAMPLERS',
-  'BatchSoftmax',
   'Draws',
   'GaussianLogits',
   'Hashed',
@@ -63,9 +59,7 @@ __all__ = [
   'Location',
   'LowRank',
   'Opaque',
-  'antithetic',
   'apply_projection',
-  'batch_nll',
   'cross_entropy',
   'entropy',
   'example_keys',
@@ -76,7 +70,5 @@ __all__ = [
   'project',
   'shared_key',
   'sobol',
-  'symmetric_nll',
   'top_class',
-  'unit_length',
 ]

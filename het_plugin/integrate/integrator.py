@@ -77,18 +77,16 @@ class Integrator:
       requires it.
     chunk_bytes: budget for the logits [B, s, Kp] of one chunk, in bytes per device; with a symbolic
       B, for those of one example.
-    sampler: source of the normals: 'sobol', 'iid', 'antithetic' (`samplers.SAMPLERS`), or a
-      function of that signature.
+    sampler: source of the normals: 'sobol' or 'iid' (`samplers.SAMPLERS`), or a function of
+      that signature.
     method: 'exact', 'sample', or 'auto' for exact where that exists. The attributes above, except
       `chunk_bytes`, affect samples only.
     rotate: whether `MIN_ROTATED` or more samples of 'sobol' are rotated so that their leading
       coordinates are the principal directions of the noise (`draws`). Applies to the link
       'softmax' with a known projection.
-    tilt: whether a loss of one label per example draws `MIN_TILTED` or more samples of 'sobol'
-      around the noise that explains the label, with the covariance of that noise, and weights them
-      accordingly (`draws`). Fewer than `MIN_ROTATED` samples then come with
-      `draws.POINTS_PER_DRAW` points each, along the axes of that noise. Applies to the same logits;
-      unbiased as well.
+    tilt: whether a loss of one label per example takes samples of 'sobol' where the noise explains
+      the label (`proposal`), in mirrored pairs: an odd number gives one more. Applies to the same
+      logits; unbiased as well.
     class_tile: classes whose logits a loss has at one time, for DET, HET-H and HET-XL: memory is
       then independent of K, and every logit is computed twice. None takes all classes at one time
       if an array [B, Kp] is at most a quarter of `chunk_bytes`, and tiles of about an eighth of

@@ -66,7 +66,7 @@ def checked_keys(owner: str, keys: jax.Array | None, batch_size: int) -> jax.Arr
 
 def _threefry(key):
   # Numbers of the kinds 'rbg' and 'unsafe_rbg' depend on the other keys of a `jax.vmap`: then a
-  # draw would depend on the batch and the chunk, and antithetic pairs would be none.
+  # draw would depend on the batch and the chunk.
   return jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl='threefry2x32')
 
 
@@ -86,16 +86,6 @@ def iid(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array
     return jax.random.normal(jax.random.fold_in(key, s), (num_normals,), jnp.float32)
 
   return jax.vmap(jax.vmap(one, (None, 0)), (0, None))(_threefry(keys), sample_index)
-
-
-def antithetic(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array:
-  """Normals in pairs of opposite sign: sample 2i + 1 is minus sample 2i, and pairs are independent.
-
-  Functions that are odd in the noise are integrated exactly, so small noise gains most. Arguments
-  and result are those of `iid`.
-  """
-  sign = 1 - 2 * (sample_index % 2)
-  return iid(keys, sample_index // 2, num_normals) * sign[:, None].astype(jnp.float32)
 
 
 def sobol(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array:
@@ -164,4 +154,4 @@ def _points(fixed: FixedPoints, num_normals: int) -> np.ndarray:
     return np.asarray(draw(key, jnp.arange(fixed.num_samples), num_normals))
 
 
-SAMPLERS: dict[str, Sampler] = {'iid': iid, 'antithetic': antithetic, 'sobol': sobol}
+SAMPLERS: dict[str, Sampler] = {'iid': iid, 'sobol': sobol}

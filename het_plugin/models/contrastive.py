@@ -17,8 +17,8 @@ from flax import linen as nn
 
 from het_plugin.backbones import TextTransformer, as_backbone, with_axes
 from het_plugin.backbones.layers import Dense
-from het_plugin.heads import Pairs, class_log_prob, contrastive_nll
-from het_plugin.integrate import BatchSoftmax, Integrator, example_keys
+from het_plugin.heads import BatchSoftmax, Pairs, class_log_prob, contrastive_nll
+from het_plugin.integrate import Integrator, example_keys
 from het_plugin.models import batches
 from het_plugin.models.classification import ParamCounts
 from het_plugin.system import ranges

@@ -1,4 +1,4 @@
-"""Samplers: their distribution, their pairing, the Sobol points against scipy's, and what they are
+"""Samplers: their distribution, the Sobol points against scipy's, and what they are
 worth inside the integrator.
 """
 
@@ -18,11 +18,9 @@ from het_plugin.integrate import (
   Integrator,
   Linear,
   LowRank,
-  antithetic,
   example_keys,
   iid,
   proposal,
-  shared_key,
   sobol,
 )
 from het_plugin.integrate.draws import Draws, principal_directions, rotation_to
@@ -76,16 +74,7 @@ def test_keys_of_any_kind_give_draws_that_do_not_depend_on_the_batch(impl):
   keys = example_keys(key, jnp.arange(3))
   alone = example_keys(key, jnp.arange(1, 2))
   index = np.arange(2)
-  np.testing.assert_array_equal(antithetic(keys, index, 3)[1:2], antithetic(alone, index, 3))
-  for z in antithetic(keys, index, 3), antithetic(shared_key(key), index, 3):
-    np.testing.assert_array_equal(z[:, 0], -z[:, 1])
-
-
-def test_antithetic_pairs_are_exact_and_their_heads_independent():
-  sample = jax.jit(lambda keys: (antithetic(keys, np.arange(10), 3), iid(keys, np.arange(5), 3)))
-  z, independent = map(np.asarray, sample(keys_of(2)))
-  np.testing.assert_array_equal(z[:, 1::2], -z[:, ::2])
-  np.testing.assert_array_equal(z[:, ::2], independent)
+  np.testing.assert_array_equal(iid(keys, index, 3)[1:2], iid(alone, index, 3))
 
 
 def test_sobol_points_are_those_of_scipy():
@@ -223,8 +212,7 @@ def test_variance_is_reduced():
       p = np.exp(log_p)
       np.testing.assert_allclose(p.mean(axis=0), exact, atol=5e-3)  # all of them, without bias
       errors[name] = np.square(p - exact).mean()
-    for name in ('antithetic', 'sobol'):
-      assert errors[name] * gain < errors['iid'], (name, scale)
+    assert errors['sobol'] * gain < errors['iid'], scale
 
 
 # Rotation.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax.linen import partitioning as flax_partitioning
 from jax.typing import DTypeLike
 
-from het_plugin.integrate.batch import (
+from het_plugin.heads.batch import (
   CHUNK_BYTES,
   BatchPlan,
   excluded,

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from het_plugin.integrate.batch import (
+from het_plugin.heads.batch import (
   CHUNK_BYTES,
   excluded,
   from_chunks,
