@@ -50,7 +50,7 @@ from het_plugin.integrate.placement import dims
 from het_plugin.integrate.samplers import Sampler
 from het_plugin.integrate.tiles import Tile, Tiling, fold, linear_location
 
-NUM_CLASSES = 64  # C
+NUM_CLASSES = 128  # C
 MIN_POINTS = 64  # N, and at least `POINTS_PER_SAMPLE` S
 POINTS_PER_SAMPLE = 4
 NUM_FIT_STEPS = 3
