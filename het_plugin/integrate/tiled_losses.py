@@ -73,7 +73,7 @@ def softmax_top_k(
   plan: Plan | None = None,
   draws: Draws | Chosen | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """The k most probable classes int32 [B, k] of DET or HET-XL, and their log E[softmax(u)] [B, k].
+  """The k most probable classes of DET or HET-XL, int32 [B, k], and their log E[softmax(u)].
 
   Plan and draws are those of HET-XL.
   """
