@@ -103,9 +103,9 @@ def test_when_it_ends(where, number, code, output):
 
 def test_the_main_of_training_stops_while_it_imports(tmp_path):
   model_dir = f'--gin.MODEL_DIR="{tmp_path}"'  # a busy machine may be beyond the imports: 42, too
-  command = [sys.executable, '-m', 'het_plugin.train', '--gin_file=gin/runs/digits_smoke.gin']
+  files = '--gin_file=gin/runs/digits_smoke.gin', '--gin_file=gin/heads/det.gin'
   process = subprocess.Popen(
-    [*command, model_dir],
+    [sys.executable, '-m', 'het_plugin.train', *files, model_dir],
     cwd=ROOT,
     stderr=subprocess.PIPE,
     text=True,
