@@ -41,6 +41,22 @@ def names(choices):
   return parse
 
 
+def sizes(form: str, multiple: int = 1):
+  """An argparse type: comma-separated tuples of whole numbers, '5000x64,100x8' for the form 'KxD'.
+
+  The first number of each is a multiple of `multiple`.
+  """
+
+  def parse(text):
+    found = [tuple(map(int, size.split('x'))) for size in text.split(',')]
+    if wrong := [x for x in found if len(x) != len(form.split('x')) or x[0] % multiple]:
+      condition = f', with {form[0]} a multiple of {multiple}' if multiple > 1 else ''
+      raise argparse.ArgumentTypeError(f'{wrong[0]} must be {form}{condition}')
+    return found
+
+  return parse
+
+
 def integers(text):
   return [int(x) for x in text.split(',')]
 

@@ -11,7 +11,6 @@ median. Memory is what XLA says of the program beyond its arguments and results.
 Two minutes on two CPU cores; seconds with --sizes 2048x8x16.
 """
 
-import argparse
 import importlib.util
 
 import jax
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.command_line import add_clock, collect, make_parser
+from benchmarks.command_line import add_clock, collect, make_parser, sizes
 from benchmarks.integrator import time_in_turns
 from het_plugin import cross_entropy
 
@@ -41,14 +40,6 @@ def tokamax(phi, kernel, labels):
   return linear_softmax_cross_entropy_loss(
     phi, labels, kernel, reduction='mean', implementation='chunked_xla'
   )
-
-
-def sizes(text):
-  """An argparse type: K x D x B, comma-separated."""
-  found = [tuple(map(int, size.split('x'))) for size in text.split(',')]
-  if wrong := [size for size in found if len(size) != 3 or size[0] % MULTIPLE]:
-    raise argparse.ArgumentTypeError(f'{wrong[0]} must be KxDxB, with K a multiple of {MULTIPLE}')
-  return found
 
 
 def compare(args, losses, size):
@@ -80,7 +71,7 @@ def main():
   parser = make_parser(__doc__)
   parser.add_argument(
     '--sizes',
-    type=sizes,
+    type=sizes('KxDxB', MULTIPLE),
     default=[(32768, 512, 1024), (262144, 512, 256)],
     help='KxDxB: classes, pre-logits and examples',
   )

@@ -11,14 +11,13 @@ program, and temp_bytes what XLA says of it beyond its arguments and results.
 Four minutes on two CPU cores; a minute with --sizes 64x8x8x2.
 """
 
-import argparse
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.command_line import collect, integers, make_parser
+from benchmarks.command_line import collect, integers, make_parser, sizes
 from benchmarks.integrator import loss_of
 from het_plugin import HetXL, Integrator
 
@@ -26,14 +25,6 @@ from het_plugin import HetXL, Integrator
 def det(params, phi, labels):
   log_p = jax.nn.log_softmax(phi @ params['kernel'] + params['bias'])
   return -jnp.take_along_axis(log_p, labels[:, None], axis=1).mean()
-
-
-def sizes(text):
-  """An argparse type: K x D x B x R, comma-separated."""
-  found = [tuple(map(int, size.split('x'))) for size in text.split(',')]
-  if wrong := [size for size in found if len(size) != 4]:
-    raise argparse.ArgumentTypeError(f'{wrong[0]} must be KxDxBxR')
-  return found
 
 
 def compare(args, size):
@@ -79,7 +70,7 @@ def main():
   parser = make_parser(__doc__)
   parser.add_argument(
     '--sizes',
-    type=sizes,
+    type=sizes('KxDxBxR'),
     default=[(5000, 64, 512, 8), (21843, 384, 64, 50)],
     help='KxDxBxR: classes, pre-logits, examples and factors',
   )

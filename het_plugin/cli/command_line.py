@@ -27,7 +27,7 @@ _HELP = {'--help', '-h', '-help', '--helpshort', '--helpfull'}
 _WRITTEN = ('csv', 'html', 'json', 'png', 'suggest')  # flags that name a file of results
 _REPLACED = (*_WRITTEN, 'output', 'output_dir', 'write_pred_probs')
 # Modules whose flags --help shows.
-_SHARED = ('het_plugin.cli.command_line', 'het_plugin.system')  # last, those of the command first
+_SHARED = ('het_plugin.cli.command_line', 'het_plugin.system')  # after those of the command
 _OURS = ('het_plugin', 'launch', 'benchmarks', 'studies', '__main__')
 
 

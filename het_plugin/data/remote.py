@@ -186,7 +186,7 @@ class RemoteFile:
     return io.BufferedReader(_Ranges(size, self.fetch), _STREAM_BYTES)
 
   def open_blocks(self, stat: tuple[int, int]) -> io.RawIOBase:
-    """The file, each read of which is a block that is kept on disk."""
+    """The file for reading; each read is of one block, which is kept on disk."""
 
     def fetch(offset: int, size: int) -> bytes:
       return _read_part(self, stat, offset, size, (offset, size))
@@ -239,10 +239,10 @@ class _Ranges(io.RawIOBase):
     return size
 
 
-def cache_folder() -> pathlib.Path:
-  """Where blocks are kept."""
+def cache_folder(kind: str = 'blocks') -> pathlib.Path:
+  """Where blocks, or another kind of what can be made again, are kept for this user."""
   cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
-  return pathlib.Path(cache, 'het_plugin', 'blocks')
+  return pathlib.Path(cache, 'het_plugin', kind)
 
 
 def _cache_bytes() -> int:

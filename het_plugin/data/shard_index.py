@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from het_plugin.data import array_source, preprocess, shards
+from het_plugin.data import array_source, preprocess, remote, shards
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 
 NAME_FILES = ('classnames.txt', 'classes.txt', 'class_names.txt', 'label.labels.txt')
@@ -43,8 +43,7 @@ class Format:
 
   prefix: before the path, in the name of a task.
   patterns: of the files in a folder, the usual one first.
-  images, labels, captions: the usual names of their fields, of which the first that a sample has is
-    taken.
+  images, labels, captions: the usual names of their fields; the first that a sample has is taken.
   samples: reads the samples of a file, each a key and its fields: places, or the text of those
     that may be labels, whose names are given.
   sample: describes a sample, for a file without any.
@@ -103,7 +102,6 @@ class _Shards:
 
   @property
   def _index_file(self) -> pathlib.Path:
-    cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
     what = [
       _VERSION,
       self._format.prefix,
@@ -111,7 +109,7 @@ class _Shards:
       *map(_absolute, self.paths),
     ]
     digest = hashlib.sha256(repr(what).encode()).hexdigest()[:32]
-    return pathlib.Path(cache, 'het_plugin', 'shards', f'{digest}.npz')
+    return remote.cache_folder('shards') / f'{digest}.npz'
 
   def _read_index(self) -> Mapping[str, np.ndarray] | None:
     """The kept index; None if there is none, or the files changed since."""

@@ -13,7 +13,6 @@ likelihood of labels that no fit has seen says when to stop.
 import dataclasses
 import tempfile
 import warnings
-from typing import TYPE_CHECKING
 
 import numpy as np
 from sklearn.exceptions import ConvergenceWarning
@@ -24,9 +23,6 @@ from het_plugin.estimators import inputs, probe, starts, targets
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.measures import audit as measure
 from het_plugin.system import run_files
-
-if TYPE_CHECKING:  # imports tasks of images, which files do not need
-  pass
 
 SETTINGS = probe.Settings(('det',))  # those of the command
 ROUNDS = 10
@@ -187,7 +183,7 @@ def read_probs(path: str, num_rows: int, num_classes: int) -> np.ndarray:
 
 
 def _fit(features, truth, splits, of_folds, before, number):
-  """Fits to `truth` of the other folds, of which those of DET start at those of the round before.
+  """Fits to `truth` of the other folds. Fits of DET start at those of the round before.
 
   Returns the estimator of each fold, the settings that it chose, and the number of fits that have
   not converged.

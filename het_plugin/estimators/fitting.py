@@ -139,8 +139,9 @@ class _Data:
       x, values, weight = inputs.merged(x, values, weight)
     targets = dataclasses.replace(targets, values=values)
     where = inputs.spread(x, np.average(x, axis=0, weights=weight))
-    far = inputs.far_alone(x, where)
-    x = inputs.moved_in(x, where, len(x))
+    size = inputs.sizes(x, where)
+    far = inputs.far_alone(x, where, size)
+    x = inputs.moved_in(x, where, size)
     inputs.check_squares(x, where.centre)
     return cls(x, targets, weight, where.centre, far)
 

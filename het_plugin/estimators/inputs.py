@@ -118,12 +118,12 @@ def spread(x: np.ndarray, mean: np.ndarray) -> Spread:
   return Spread(centre, np.where(most > 0, most, distance.mean(axis=0)))
 
 
-def moved_in(x: np.ndarray, where: Spread, num_rows: int) -> np.ndarray:
-  """x [n, D] with rows that are too far for float32 moved towards the centre; x itself without any.
+def moved_in(x: np.ndarray, where: Spread, size: np.ndarray) -> np.ndarray:
+  """x [N, D] with rows that are too far for float32 moved towards the centre; x itself without any.
 
-  A row S times as far as the others of `num_rows` fixes W v for its direction v to about
-  num_rows / S. With S = `_LIMIT` num_rows that is nearly 0, so rows that are farther have nearly
-  the same optimum. But products of float32 with them are off by S / 2^24 nats. Warns of such rows.
+  A row S times as far as the others fixes W v for its direction v to about N / S. With S =
+  `_LIMIT` N that is nearly 0, so rows that are farther have nearly the same optimum. But products
+  of float32 with them are off by S / 2^24 nats. Warns of such rows. `size` is of `sizes`.
 
   Rows that share a far entry have one that stands for a missing value, which predictions see, too:
   they stay. W fits one such feature, but float32 cannot fit several at once.
@@ -131,8 +131,7 @@ def moved_in(x: np.ndarray, where: Spread, num_rows: int) -> np.ndarray:
   Raises:
     ValueError: rows share an entry whose square float32 cannot hold.
   """
-  limit = max(_LIMIT * num_rows, _LEAST_LIMIT)
-  size = _sizes(x, where)
+  limit = max(_LIMIT * len(x), _LEAST_LIMIT)
   far = np.flatnonzero(size > limit)
   if not len(far):
     return x
@@ -168,7 +167,7 @@ def moved_in(x: np.ndarray, where: Spread, num_rows: int) -> np.ndarray:
   return x
 
 
-def _sizes(x: np.ndarray, where: Spread) -> np.ndarray:
+def sizes(x: np.ndarray, where: Spread) -> np.ndarray:
   """How many distances the farthest entry of each row is from the centre, float64 [N]."""
   parts = (slice(i, i + _PART_ROWS) for i in range(0, len(x), _PART_ROWS))
   return np.concatenate([where.times(x[i]).max(axis=1) for i in parts])
@@ -181,9 +180,11 @@ def _sharing(rows: np.ndarray, column: np.ndarray) -> np.ndarray:
   return count[of_row.ravel()]
 
 
-def far_alone(x: np.ndarray, where: Spread) -> np.ndarray:
-  """Numbers of the rows more than `FAR` distances from the centre, which share no far entry."""
-  far = np.flatnonzero(_sizes(x, where) > FAR)
+def far_alone(x: np.ndarray, where: Spread, size: np.ndarray) -> np.ndarray:
+  """Numbers of the rows of x [N, D] that are more than `FAR` distances from the centre and share no
+  far entry; `size` is of `sizes`.
+  """
+  far = np.flatnonzero(size > FAR)
   if not len(far):
     return far
   rows = x[far].astype(np.float64)

@@ -13,7 +13,7 @@ import functools
 import time
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,6 @@ from het_plugin.estimators.starts import det_start
 from het_plugin.measures import uncertainty
 from het_plugin.measures.comparison import extreme_share
 from het_plugin.reporting import Progress
-
-if TYPE_CHECKING:
-  pass
 
 TITLES = {'het': 'HET', 'het_h': 'HET-H', 'het_xl': 'HET-XL'}
 HIDDEN = 'hidden layer'

@@ -89,8 +89,8 @@ def cross_entropy(
     phi: pre-logits [..., D].
     kernel: W [D, K].
     bias: b [K], or None.
-    labels: class ids, integers [...] or [..., L], of which negative ones are padding. Or a function
-      of a range of classes, int32 [t], that returns targets [N, t], for soft labels; N is the
+    labels: class ids, integers [...] or [..., L]; a negative one is padding. For soft labels, a
+      function that takes a range of classes, int32 [t], and returns targets [N, t]; N is the
       product of the other dimensions of phi.
     link: 'softmax' or 'sigmoid'.
     weights: targets of the labels, as many. None is 1 / the number of the example's labels for a
@@ -578,7 +578,7 @@ def _names(axes: Any) -> tuple[str, ...]:
 
 
 def _noisy(phi, kernel, bias, link, temperature, noise, num_classes):
-  """HET-XL's logits, of which a loss in tiles never reads the location."""
+  """HET-XL's logits. A loss in tiles never reads their location."""
   dtype = _wide(phi.dtype)
   bias = jnp.zeros_like(kernel, dtype, shape=kernel.shape[-1:]) if bias is None else bias
   location = _product('bd,dk->bk', phi, kernel) + bias

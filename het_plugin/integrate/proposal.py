@@ -1,8 +1,8 @@
 """Where the samples of a softmax's loss are taken: around the noise that explains the label.
 
-The loss of one label needs p(y) = E[f(z)], f(z) = softmax(u(z))_y, z ~ N(0, I). Of each f(z), what
-is dear is the sum of exponentials over all K classes. So few classes stand for all (`Few`): their
-f_C(z) is near f(z), and costs C exponentials in place of K.
+The loss of one label needs p(y) = E[f(z)], f(z) = softmax(u(z))_y, z ~ N(0, I). The dear
+part of f(z) is the sum of exponentials over all K classes. So few classes stand for all (`Few`):
+their f_C(z) is near f(z), and costs C exponentials in place of K.
 
   1. C classes are found, with weights. At a guess z1 of the posterior's mode, p_k is the softmax.
      The C classes with the largest p_k / h_k are taken, where h_k in (0, 1) is a fixed sequence.
@@ -22,8 +22,8 @@ f_C(z) is near f(z), and costs C exponentials in place of K.
 
      is unbiased whatever the few classes and q are, since a chosen pair has the mean
      1 / p_C sum_n w_n f(z_n) / f_C(z_n). Its variance is that of f / f_C where the posterior is.
-     What is odd in z - mean cancels, most of all in the gradient. The logits of S points are sums
-     of S / 2 + 1 rows, that of the mean and those of the differences.
+     What is odd in z - mean cancels, most of all in the gradient. All S logits are sums of
+     S / 2 + 1 rows: one is of the mean, and the others are of the differences.
 
 What is chosen has no gradient: the gradient of the loss is that of the mean over the posterior.
 
@@ -49,6 +49,7 @@ from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Hashed, Linear
 from het_plugin.integrate.placement import dims
 from het_plugin.integrate.samplers import Sampler
 from het_plugin.integrate.tiles import Tile, Tiling, fold, linear_location
+from het_plugin.integrate.top_k import best_of, best_of_shards
 
 NUM_CLASSES = 128  # C
 MIN_POINTS = 64  # N, and at least `POINTS_PER_SAMPLE` S
@@ -112,10 +113,15 @@ class Classes:
     """mu [B, t]."""
     if self.location is not None:
       return self.location
+    phi, kernel, bias = self._location_parts()
+    return _matmul(phi, kernel) + bias
+
+  def _location_parts(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """phi [B, D], the kernel [D, t] and the bias [t] that make the location."""
     kernel = self.kernel if self.location_kernel is None else self.location_kernel
     if self.phi is None or self.bias is None or kernel is None:
       raise ValueError('Classes: there must be a location, or phi, a kernel and a bias')
-    return _matmul(self.phi, kernel) + self.bias
+    return self.phi, kernel, self.bias
 
   def logits(self, z: jax.Array) -> jax.Array:
     """u [B, t] of normals z [B, T]."""
@@ -144,12 +150,9 @@ class Classes:
       factors = jnp.einsum('btq,bcq->btc', rows, columns)
     if self.location is not None:
       return _take(self.location, index), factors
-    if self.phi is None or self.bias is None or self.kernel is None:
-      raise ValueError('Classes: there must be a location, or phi, a kernel and a bias')
-    columns = _columns(self.kernel, index, self.phi.dtype)
-    if self.location_kernel is not None:
-      columns = _columns(self.location_kernel, index, self.phi.dtype)
-    return jnp.einsum('bd,bcd->bc', self.phi, columns) + self.bias[index], factors
+    phi, kernel, bias = self._location_parts()
+    columns = _columns(kernel, index, phi.dtype)
+    return jnp.einsum('bd,bcd->bc', phi, columns) + bias[index], factors
 
 
 def _matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -271,7 +274,12 @@ def _pass_at(
       rate = (tile.classes + 1).astype(u.dtype) * GOLDEN % 1.0 + 1e-6
       new, index = jax.lax.top_k(u - jnp.log(rate), min(count, u.shape[-1]))
       new_classes = tile.classes[index].astype(jnp.int32)
-      return *_largest(count, [largest, new], [chosen, new_classes]), high, total, mean
+      best = best_of(
+        jnp.concatenate([largest, new], axis=-1),
+        jnp.concatenate([chosen, new_classes], axis=-1),
+        count,
+      )
+      return *best, high, total, mean
 
     like = jnp.zeros_like(z[:, :1])
     start = (
@@ -285,24 +293,12 @@ def _pass_at(
     top, scale = tiling.highest(top)
     total = tiling.sum_of_shards(total * scale)
     mean = tiling.sum_of_shards(_pull(classes.noise, mean * scale)) / total
-    if tiling.placement.vocab is not None:
-      of_all = [
-        jax.lax.all_gather(x, tiling.placement.vocab, axis=1, tiled=True) for x in (largest, chosen)
-      ]
-      largest, chosen = _largest(count, [of_all[0]], [of_all[1]])
+    largest, chosen = best_of_shards(tiling, largest, chosen, count)
     return largest, chosen, top + jnp.log(total), mean
 
   inputs = classes.letters(), dims('bt'), dims('b')
   outputs = dims('bc'), dims('bc'), dims('bn'), dims('bt')
   return tiling.placement.shard_map(local, inputs, outputs)(classes, z, label)
-
-
-def _largest(
-  count: int, values: list[jax.Array], classes: list[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-  """The largest of some values [B, n], and the classes [B, n] that have them, [B, count]."""
-  largest, index = jax.lax.top_k(jnp.concatenate(values, axis=-1), count)
-  return largest, jnp.take_along_axis(jnp.concatenate(classes, axis=-1), index, axis=-1)
 
 
 def _pull(noise: LowRank, vector: jax.Array) -> jax.Array:
@@ -580,7 +576,7 @@ def along_label(logits: GaussianLogits, label: jax.Array) -> tuple[LowRank, jax.
 def directions(tiling: Tiling, logits: GaussianLogits) -> jax.Array:
   """The principal directions of the noise at the location, [B, m, num_normals], over few classes.
 
-  With a remainder 'diag', those of its factors.
+  With a remainder 'diag' they are the directions of its factors.
   """
   logits = jax.lax.stop_gradient(logits)
   num_normals = logits.noise.num_normals

@@ -115,7 +115,7 @@ def _of_samples(plan, logits, noise, draws):
   if not plan.project_first:
     index = jnp.arange(plan.num_samples)
     is_paired = isinstance(draws, Chosen)
-    if is_paired:  # of which only the mean and the differences are projected
+    if is_paired:  # only the mean and the differences are projected
       mean, away = draws.mean_and_away(plan.sampler, index[: draws.num_pairs], noise.num_normals)
       z = jnp.concatenate([mean, away], axis=1)
     else:

@@ -53,22 +53,18 @@ def largest_in_tiles(
     letters: those of the arrays' dimensions, for `Placement.shard_map`.
     buckets: of the classes [Kp], or None.
   """
-  axes = tiling.placement.vocab
 
   def local(source, buckets, arrays):
     def body(carry, tile):
       best, classes = carry
       own = jnp.broadcast_to(tile.classes.astype(jnp.int32), (best.shape[0], len(tile.classes)))
       best = jnp.concatenate([best, tile.masked(value(tile, *arrays))], axis=-1)  # [B, k + t]
-      return _of_candidates(best, jnp.concatenate([classes, own], axis=-1), k)
+      return best_of(best, jnp.concatenate([classes, own], axis=-1), k)
 
     dtype = jnp.promote_types(source.x.dtype, jnp.float32)
     start = jnp.full_like(source.x, 2 * PADDED, dtype, shape=(source.x.shape[0], k))
     found = fold(tiling, source, body, (start, jnp.zeros_like(start, jnp.int32)), buckets)
-    if axes is not None:  # in the order of the classes, so that the first of equal ones is kept
-      found = (jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in found)
-      found = _of_candidates(*found, k)
-    return found
+    return best_of_shards(tiling, *found, k)
 
   inputs = source.letters(), None if buckets is None else dims('k'), letters
   run = tiling.placement.shard_map(local, inputs, ('bl', 'bl'))
@@ -76,7 +72,21 @@ def largest_in_tiles(
   return classes, values
 
 
-def _of_candidates(values, classes, k):
+def best_of(values: jax.Array, classes: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   """The k largest of n candidates [B, n]: values and classes [B, k]."""
   values, at = jax.lax.top_k(values, k)
   return values, jnp.take_along_axis(classes, at, axis=-1)
+
+
+def best_of_shards(
+  tiling: Tiling, values: jax.Array, classes: jax.Array, k: int
+) -> tuple[jax.Array, jax.Array]:
+  """`best_of` the candidates [B, n] of all devices that share the classes, inside `shard_map`.
+
+  They come in the order of the classes, so that the first of equal ones is kept.
+  """
+  axes = tiling.placement.vocab
+  if axes is None:
+    return values, classes
+  values, classes = (jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (values, classes))
+  return best_of(values, classes, k)

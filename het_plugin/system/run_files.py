@@ -1,4 +1,4 @@
-"""Files written whole, those of a run readable while they are written."""
+"""Files written whole. Files of a run can be read while they are written."""
 
 import contextlib
 import json
