@@ -89,12 +89,17 @@ class Graph:
 
   def op(self, kind: str, *inputs: Any, **attributes: Any) -> Name:
     """The output of a new node; inputs are `Name`s or constants."""
+    (output,) = self.ops(kind, 1, *inputs, **attributes)
+    return output
+
+  def ops(self, kind: str, num_outputs: int, *inputs: Any, **attributes: Any) -> list[Name]:
+    """The outputs of a new node; inputs are `Name`s or constants."""
     from onnx import helper
 
-    output = Name(f'{kind}_{next(self._numbers)}')
+    outputs = [Name(f'{kind}_{next(self._numbers)}') for _ in range(num_outputs)]
     names = [self.name(x) for x in inputs]
-    self.nodes.append(helper.make_node(kind, names, [output], **attributes))
-    return output
+    self.nodes.append(helper.make_node(kind, names, outputs, **attributes))
+    return outputs
 
   def name(self, value: Any) -> str:
     """The name of a value; a constant is stored."""
@@ -367,6 +372,13 @@ def _cumsum(graph: Graph, eqn: Equation, x: Value) -> Value:
   return graph.op('CumSum', x, np.int64(eqn.params['axis']), reverse=reverse)
 
 
+def _top_k(graph: Graph, eqn: Equation, x: Value) -> list[Value]:
+  """Of equal values the first, as in jax: runtimes do so, and ONNX says it."""
+  axis = eqn.params.get('axis', -1)  # jax 0.10 has the last one only
+  values, index = graph.ops('TopK', 2, x, graph.ints([eqn.params['k']]), axis=axis)
+  return [values, graph.op('Cast', index, to=_onnx_type(eqn.outvars[1].aval.dtype))]
+
+
 def _broadcast(graph: Graph, eqn: Equation, x: Value) -> Value:
   wanted = eqn.outvars[0].aval.shape
   given = eqn.invars[0].aval.shape
@@ -461,7 +473,9 @@ def _split(graph: Graph, eqn: Equation, x: Value) -> list[Value]:
 
 
 def _gather(graph: Graph, eqn: Equation, x: Value, index: Value) -> Value:
-  """Two cases of XLA's gather: one slice at a constant place, and rows along one axis."""
+  """Three cases of XLA's gather: one slice at a constant place, and rows along one axis, the same
+  for all examples or (`jnp.take_along_axis`) of each one its own.
+  """
   numbers = eqn.params['dimension_numbers']
   sizes = eqn.params['slice_sizes']
   shape = eqn.invars[0].aval.shape
@@ -478,18 +492,27 @@ def _gather(graph: Graph, eqn: Equation, x: Value, index: Value) -> Value:
     return graph.op('Squeeze', x, graph.ints(collapsed)) if collapsed else x
   is_whole = [a is b or a == b for a, b in zip(sizes, shape, strict=True)]
   axis, *more = wanted
+  batching = numbers.operand_batching_dims
   rank = len(of_index) - 1
   in_place = [a for a in range(len(eqn.outvars[0].aval.shape)) if a not in numbers.offset_dims]
   if (
     more
     or tuple(collapsed) != (axis,)
-    or numbers.operand_batching_dims
-    or not all(whole for a, whole in enumerate(is_whole) if a != axis)
-    or in_place != [*range(axis, axis + rank)]
+    or not all(whole for a, whole in enumerate(is_whole) if a not in (axis, *batching))
+    or numbers.start_indices_batching_dims != tuple(range(len(batching)))
+    or not (batching or in_place == [*range(axis, axis + rank)])
   ):
     raise NotImplementedError(f'a gather of {numbers}')
-  index = graph.reshape(index, of_index[:-1]) if isinstance(index, Name) else index[..., 0]
   low, high = (np.asarray(i, eqn.invars[1].aval.dtype) for i in (0, shape[axis] - 1))
+  if batching:
+    index = graph.op('Min', graph.op('Max', index, low), high)
+    index = graph.op('Cast', index, to=_onnx_type(np.int64))
+    rest = [a for a in range(len(shape)) if a not in (axis, *batching)]
+    x = graph.op('Transpose', x, perm=[*batching, axis, *rest])
+    out = graph.op('GatherND', x, index, batch_dims=len(batching))
+    now = [*in_place, *numbers.offset_dims]
+    return graph.op('Transpose', out, perm=[now.index(a) for a in range(len(now))])
+  index = graph.reshape(index, of_index[:-1]) if isinstance(index, Name) else index[..., 0]
   index = graph.op('Min', graph.op('Max', index, low), high)
   return graph.op('Gather', x, index, axis=axis)
 
@@ -666,6 +689,7 @@ OPERATIONS: dict[str, Callable] = {
   'square': lambda graph, eqn, x: graph.op('Mul', x, x),
   'squeeze': _to_output_shape,
   'stack': _stack_of,
+  'top_k': _top_k,
   'transpose': _transpose,
   'unstack': _unstack,
 }
