@@ -29,8 +29,6 @@ _FLAGS = (
   '--xla_llvm_disable_expensive_passes=true',
   '--xla_cpu_use_fusion_emitters=false',
   '--xla_cpu_parallel_codegen_split_count=1',
-  # jaxlib 0.10 lets two collectives of one program wait for each other on CPU devices.
-  '--xla_cpu_enable_concurrency_optimized_scheduler=false',
 )
 
 

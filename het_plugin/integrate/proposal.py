@@ -422,7 +422,7 @@ def fit(few: Few) -> Gaussian:
 
 def root_of(matrix: jax.Array, eye: jax.Array) -> tuple[jax.Array, jax.Array]:
   """L of a matrix L L^T [B, T, T], and its inverse; I where rounding leaves none."""
-  lower = jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
+  lower = _cholesky(matrix)
   diagonal = jnp.diagonal(lower, axis1=-2, axis2=-1)[..., None]
   inverse = eye / diagonal
   place = np.arange(matrix.shape[-1])
@@ -436,6 +436,25 @@ def root_of(matrix: jax.Array, eye: jax.Array) -> tuple[jax.Array, jax.Array]:
     inverse = inverse - jnp.einsum('btu,buv->btv', inverse, step, precision=HIGHEST)
   is_finite = jnp.isfinite(inverse).all(axis=(1, 2), keepdims=True)
   return jnp.where(is_finite, lower, eye), jnp.where(is_finite, inverse, eye)
+
+
+def _cholesky(matrix: jax.Array) -> jax.Array:
+  """L of a matrix L L^T [B, T, T], column by column; NaN where there is none.
+
+  With the library's call, jaxlib 0.10 never ends a step on several CPU devices.
+  """
+  place = np.arange(matrix.shape[-1])
+
+  def eliminate(j, state):
+    lower, rest = state
+    is_column = place == j
+    pivot = jnp.where(is_column[:, None] & is_column, rest, 0.0).sum(axis=(1, 2))  # [B]
+    column = jnp.where(is_column, rest, 0.0).sum(axis=-1) / jnp.sqrt(pivot)[:, None]  # [B, T]
+    column = jnp.where(place >= j, column, 0.0)
+    rest = rest - column[:, :, None] * column[:, None]
+    return jnp.where(is_column, column[..., None], lower), rest
+
+  return jax.lax.fori_loop(0, len(place), eliminate, (jnp.zeros_like(matrix), matrix))[0]
 
 
 @struct.dataclass
