@@ -443,7 +443,7 @@ def _cholesky(matrix: jax.Array) -> jax.Array:
 
   With the library's call, jaxlib 0.10 never ends a step on several CPU devices.
   """
-  place = np.arange(matrix.shape[-1])
+  place = np.arange(matrix.shape[-1], dtype=np.int32)  # as j is, where types are not promoted
 
   def eliminate(j, state):
     lower, rest = state
