@@ -57,6 +57,7 @@ from benchmarks.probe import memory_watched
 from het_plugin import reporting
 from het_plugin.estimators import CLASSIFIERS, probe
 from het_plugin.estimators import audit as of_files
+from het_plugin.evaluation import audit as report_of
 
 FOLDS = 3
 C = 1.0
@@ -217,10 +218,10 @@ def stream(args):
       np.save(folder / 'y.npy', np.where(rng.random(num_rows) < 0.2, (y + 1) % 20, y))
       with memory_watched() as memory:
         cpu = time.process_time()
-        made = of_files.report(f'{folder}/x.npy,{folder}/y.npy', settings)
+        made = report_of.report(f'{folder}/x.npy,{folder}/y.npy', settings)
         reporting.write_json(made.json, folder / 'a.json')
-        of_files.write_csv(folder / 'a.csv', made.json['rows'])
-        of_files.write_suggested(folder / 'suggested.safetensors', made.json['rows'])
+        report_of.write_csv(folder / 'a.csv', made.json['rows'])
+        report_of.write_suggested(folder / 'suggested.safetensors', made.json['rows'])
         cpu = time.process_time() - cpu
     found.append({'rows': num_rows, 'cpu_seconds': cpu, 'peak_mib': max(memory)})
   report(args.json, found)

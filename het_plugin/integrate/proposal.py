@@ -272,8 +272,8 @@ def _pass_at(
       in_tile = tile.source.sum_of(e)
       mean = in_tile if classes.kernel is None else mean * shrink + in_tile
       rate = (tile.classes + 1).astype(u.dtype) * GOLDEN % 1.0 + 1e-6
-      new, index = jax.lax.top_k(u - jnp.log(rate), min(count, u.shape[-1]))
-      new_classes = tile.classes[index].astype(jnp.int32)
+      own = jnp.broadcast_to(tile.classes.astype(jnp.int32), u.shape)
+      new, new_classes = best_of(u - jnp.log(rate), own, min(count, u.shape[-1]))
       best = best_of(
         jnp.concatenate([largest, new], axis=-1),
         jnp.concatenate([chosen, new_classes], axis=-1),

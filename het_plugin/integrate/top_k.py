@@ -74,6 +74,9 @@ def largest_in_tiles(
 
 def best_of(values: jax.Array, classes: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   """The k largest of n candidates [B, n]: values and classes [B, k]."""
+  if not isinstance(values.shape[0], int):  # TensorFlow has no `top_k` of a symbolic B
+    values, classes = jax.lax.sort((-values, classes), num_keys=1)
+    return -values[:, :k], classes[:, :k]
   values, at = jax.lax.top_k(values, k)
   return values, jnp.take_along_axis(classes, at, axis=-1)
 

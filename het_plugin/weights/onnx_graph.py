@@ -372,11 +372,14 @@ def _cumsum(graph: Graph, eqn: Equation, x: Value) -> Value:
   return graph.op('CumSum', x, np.int64(eqn.params['axis']), reverse=reverse)
 
 
-def _top_k(graph: Graph, eqn: Equation, x: Value) -> list[Value]:
-  """Of equal values the first, as in jax: runtimes do so, and ONNX says it."""
-  axis = eqn.params.get('axis', -1)  # jax 0.10 has the last one only
-  values, index = graph.ops('TopK', 2, x, graph.ints([eqn.params['k']]), axis=axis)
-  return [values, graph.op('Cast', index, to=_onnx_type(eqn.outvars[1].aval.dtype))]
+def _sort(graph: Graph, eqn: Equation, x: Value, *others: Value) -> list[Value]:
+  """Ascending, with others in the order of the first. Of equal values the first, as in jax."""
+  axis = eqn.params['dimension']
+  if eqn.params['num_keys'] > 1:
+    raise NotImplementedError('a sort by several keys')
+  count = graph.ints([eqn.invars[0].aval.shape[axis]])
+  values, index = graph.ops('TopK', 2, x, count, axis=axis, largest=0)
+  return [values, *(graph.op('GatherElements', other, index, axis=axis) for other in others)]
 
 
 def _broadcast(graph: Graph, eqn: Equation, x: Value) -> Value:
@@ -685,11 +688,11 @@ OPERATIONS: dict[str, Callable] = {
   'scatter-max': _scatter_rows('max'),
   'select_n': _select,
   'slice': _slice,
+  'sort': _sort,
   'split': _split,
   'square': lambda graph, eqn, x: graph.op('Mul', x, x),
   'squeeze': _to_output_shape,
   'stack': _stack_of,
-  'top_k': _top_k,
   'transpose': _transpose,
   'unstack': _unstack,
 }

@@ -114,6 +114,7 @@ def test_other_operations():
     start = jnp.argmax(x.sum(axis=0)) + 3
     return {
       'cumsum': jnp.cumsum(x, axis=1),
+      'order': jnp.argsort(jnp.floor(x), axis=1),
       'reversed_cumsum': jax.lax.cumsum(order, 1, reverse=True),
       'expm1': jnp.expm1(x * 1e-4),
       'log1p': jnp.log1p(jnp.square(x) * 1e-6),
