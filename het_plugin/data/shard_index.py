@@ -29,6 +29,7 @@ _VERSION = 3  # of the index
 LABEL_BYTES = 2**20  # a larger member is no label
 _LABEL_LENGTH = 2**12  # of the text of a label
 _SHOWN_FIELDS = 20
+_CHECKSUM_ROWS = 2**16  # at once: a copy of the whole index would double its memory
 _THREADS = 16  # that look at the files
 _BLOCK_RECORDS = 128  # of a file that is read by number
 _BLOCK_BYTES = 2**23  # of a shard that are read together, far away or in the order of blocks
@@ -64,12 +65,14 @@ class _Shards:
   """Files and the index of their samples.
 
   image, text: places of members, int64 [N, 2] of offset and size in the file; size -1 for none.
+    `text` takes no memory where captions are not read.
   label_text: the texts that are labels, [U]; '' for none.
   label: the number of each label's text, [N].
   """
 
   def __init__(self, format: Format, argument: str, uses: tuple[str, ...]):
     self._format = format
+    self._reads_captions = 'caption' in uses
     self.name = f'{format.prefix}:{argument}'
     path, self.settings = shards.parse(self.name, argument, uses)
     for use in self.settings.keys() & {'image', 'caption'}:
@@ -79,7 +82,7 @@ class _Shards:
       self._stats = list(pool.map(lambda path: path.stat(), self.paths))
     index = self._read_index() or self._make_index()
     self.image = index['image']
-    self.text = index['text']
+    self.text = index.get('text', np.broadcast_to(np.array(_NOWHERE), self.image.shape))
     self.label_text = index['label_text']
     self.label = index['label']
     self._shard = index['shard']
@@ -89,7 +92,7 @@ class _Shards:
       self.splits = shards.train_and_validation(index['held_out'])
     else:
       split_of = of_shard[self._shard]
-      self.splits = {split: np.flatnonzero(split_of == split) for split in names}
+      self.splits = {split: shards.row_numbers(split_of == split) for split in names}
 
   @property
   def version(self) -> str:
@@ -97,7 +100,8 @@ class _Shards:
     names = [path.relative for path in self.paths]
     checksum = zlib.crc32(repr(names).encode())
     for array in (self.image, self.text, self.label_text, self.label):
-      checksum = zlib.crc32(array.tobytes(), checksum)
+      for at in range(0, len(array), _CHECKSUM_ROWS):
+        checksum = zlib.crc32(array[at : at + _CHECKSUM_ROWS].tobytes(), checksum)
     return f'{len(self.image)} samples {checksum:08x}'
 
   @property
@@ -118,7 +122,8 @@ class _Shards:
         index = dict(arrays)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
       return None
-    is_whole = index.keys() >= {'image', 'text', 'label_text', 'label', 'shard', 'held_out'}
+    wanted = {'image', 'label_text', 'label', 'shard', 'held_out'}
+    is_whole = index.keys() >= (wanted | {'text'} if self._reads_captions else wanted)
     return index if is_whole and np.array_equal(index.get('stats'), self._stats) else None
 
   def _make_index(self) -> Mapping[str, np.ndarray]:
@@ -147,6 +152,8 @@ class _Shards:
       )
     index['label_text'], index['label'] = np.unique(index['label'], return_inverse=True)
     index['label'] = index['label'].astype(np.int32)
+    if not self._reads_captions:
+      del index['text']
     file = self._index_file
     with contextlib.suppress(OSError):  # without a cache the index is made at each start
       file.parent.mkdir(parents=True, exist_ok=True)
