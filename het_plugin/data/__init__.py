@@ -23,7 +23,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 CONFIGURABLES = {
   'augment': ('CutMix', 'Mixup', 'RandAugment', 'RandomErasing'),
   'pipeline': ('DatasetConfig', 'total_steps'),
-  'preprocess': ('Flip', 'InceptionCrop', 'PadCrop'),
+  'preprocess': ('Flip', 'InceptionCrop', 'PadCrop', 'ResizeAndCrop'),
 }
 # Settings that may change between two starts of a run without changing its results
 # (config/changes.py).

@@ -16,7 +16,7 @@ import numpy as np
 from absl import flags
 
 from het_plugin.data import annotations as annotations_lib
-from het_plugin.data import reader, splits
+from het_plugin.data import preprocess, reader, splits
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 from het_plugin.system import ranges
 from het_plugin.system.ranges import Count
@@ -52,8 +52,8 @@ class DatasetConfig:
     the task's own. With 'mixup' and 'cutmix' a batch has twice the labels, and label_weight.
   augment: whether images go through the training preprocessors, and one of several captions is
     drawn at random instead of the first. None is True for the whole split 'train' only.
-  resize: how evaluation makes photographs square, 'aspect' or 'squash' (preprocess.CentralCrop);
-    None takes the task's own.
+  resize: how evaluation makes photographs square, 'aspect' or 'squash' (preprocess.CentralCrop), or
+    a preprocess.ResizeAndCrop; None takes the task's own.
   vocabulary: of captions, see get_vocabulary; None takes the task's own, by default 'bytes'.
   max_corrupt_fraction: fraction of the split or slice that may be unreadable or without a caption;
     these rows are masked.
@@ -72,7 +72,7 @@ class DatasetConfig:
   num_epochs: Count | None = None
   augment: bool | None = None
   augmentations: Sequence[Any] | None = None
-  resize: Literal['aspect', 'squash'] | None = None
+  resize: Literal['aspect', 'squash'] | preprocess.ResizeAndCrop | None = None
   vocabulary: str | None = None
   max_corrupt_fraction: Annotated[float, '[0, 1]'] = reader.MAX_CORRUPT_FRACTION
   num_threads: Count | None = None
@@ -251,7 +251,7 @@ def one_pass(
   text_length: int | None = None,
   batch_size: int,
   bounded: bool,
-  resize: Literal['aspect', 'squash'] | None = None,
+  resize: Literal['aspect', 'squash'] | preprocess.ResizeAndCrop | None = None,
   vocabulary: str | None = None,
   max_corrupt_fraction: float | None = None,
 ) -> DatasetConfig:

@@ -10,17 +10,22 @@ after the last preprocessor is resized, and uint8 levels become float32 in [-1, 
 import contextlib
 import dataclasses
 import io
+import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Literal
 
 import cykooz_resizer as fast
 import numpy as np
 import simplejpeg
 from PIL import Image
 
+from het_plugin.system import ranges
+
 Preprocessor = Callable[[np.ndarray, np.random.Generator, int], np.ndarray]
 
 MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's, by number of channels
 _CROP_MARGIN = 256 / 224  # side before the central crop relative to the side after it
+_LARGEST = 2**24  # pixels of a resized image before its crop, at most
 _SAMPLE = 16  # number of images whose size is read
 _ATTEMPTS = 20  # random boxes that a crop tries to fit into the image
 _BILINEAR = fast.ResizeAlg.convolution(fast.FilterType.bilinear)
@@ -78,13 +83,28 @@ def resized(
     pixels = fast.ImageData(w, h, fast.PixelType.U8x3, image.tobytes())
     fast.Resizer().resize(pixels, made, options)
     return np.frombuffer(made.get_buffer(), np.uint8).reshape(height, width, 3)
-  planes = [Image.fromarray(np.ascontiguousarray(x)) for x in np.moveaxis(image, -1, 0)]
   bilinear = Image.Resampling.BILINEAR
   if antialias:
-    return np.stack([x.resize((width, height), bilinear, box) for x in planes], -1)
+    return _by_pillow(image, height, width, bilinear, box)
+  planes = [Image.fromarray(np.ascontiguousarray(x)) for x in np.moveaxis(image, -1, 0)]
   affine = ((right - left) / width, 0, left, 0, (bottom - top) / height, top)
   kind = Image.Transform.AFFINE
   return np.stack([x.transform((width, height), kind, affine, bilinear) for x in planes], -1)
+
+
+def _by_pillow(
+  image: np.ndarray,
+  height: int,
+  width: int,
+  filter: Image.Resampling,
+  box: tuple[float, float, float, float] | None = None,
+) -> np.ndarray:
+  """An image, or a box of it, as Pillow resizes it, [height, width, C]."""
+  if image.dtype == np.uint8 and image.shape[-1] == 3:
+    picture = Image.fromarray(np.ascontiguousarray(image))
+    return np.asarray(picture.resize((width, height), filter, box))
+  planes = [Image.fromarray(np.ascontiguousarray(x)) for x in np.moveaxis(image, -1, 0)]
+  return np.stack([x.resize((width, height), filter, box) for x in planes], -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +143,64 @@ class CentralCrop:
       top, left = (scale * ((before - size) // 2) for scale in scales)
     box = left, top, left + scales[1] * size, top + scales[0] * size
     return resized(image, size, size, box, antialias=self.mode == 'aspect')
+
+
+@dataclasses.dataclass(frozen=True)
+class ResizeAndCrop:
+  """Resizes a photograph and takes its centre as timm, open_clip and transformers do: by Pillow,
+  with their rounding of sizes.
+
+  mode: open_clip's names. 'shortest' makes the shorter side size / crop_fraction pixels and keeps
+    the aspect ratio. 'squash' makes both sides so. 'longest' makes the longer side so, and pads.
+  crop_fraction: side of the image relative to that before the crop.
+  filter: Pillow's, which covers all pixels when the image becomes smaller.
+  offset: where half a pixel is left over, the crop begins at the 'even' one of the two pixels
+    (torchvision), or at the one below, 'down' (transformers).
+  fill: the levels of the three channels beside the photograph, in 0 .. 255.
+  """
+
+  mode: Literal['shortest', 'squash', 'longest'] = 'shortest'
+  crop_fraction: Annotated[float, '(0, 1]'] = 1.0
+  filter: Literal['nearest', 'box', 'bilinear', 'hamming', 'bicubic', 'lanczos'] = 'bicubic'
+  offset: Literal['even', 'down'] = 'even'
+  fill: tuple[int, int, int] = (0, 0, 0)
+
+  def __post_init__(self):
+    ranges.check(self)
+
+  def __call__(self, image: np.ndarray, rng: np.random.Generator, size: int) -> np.ndarray:
+    shape = image.shape[:2]
+    before = math.floor(size / self.crop_fraction)
+    if self.mode == 'squash':
+      sides = (before, before)
+    elif self.mode == 'shortest':
+      sides = tuple(int(before * x / min(shape)) for x in shape)
+    else:
+      scale = max(x / before for x in shape)
+      sides = tuple(max(round(x / scale), 1) for x in shape)
+    halves = [(side - size) / 2 for side in sides]
+    starts = [round(half) if self.offset == 'even' else math.floor(half) for half in halves]
+    filter = Image.Resampling[self.filter.upper()]
+    if math.prod(sides) > _LARGEST:  # of a very narrow photograph: one level from the whole
+      scales = np.divide(shape, sides)
+      top, left = starts * scales
+      bottom, right = (np.asarray(starts) + size) * scales
+      image = _by_pillow(image, size, size, filter, (left, top, right, bottom))
+    else:
+      image = _by_pillow(image, *sides, filter)
+      top, left = (max(start, 0) for start in starts)
+      image = image[top : top + size, left : left + size]
+    if image.dtype != np.uint8:
+      image = image.clip(-1, 1)  # as levels are, beyond which bicubic samples go
+    if image.shape[:2] == (size, size):
+      return image
+    fill = np.asarray(self.fill[: image.shape[-1]])
+    fill = fill if image.dtype == np.uint8 else 2 / 255 * fill - 1
+    padded = np.empty((size, size, image.shape[-1]), image.dtype)
+    padded[...] = fill
+    top, left = ((size - x) // 2 for x in image.shape[:2])
+    padded[top : top + image.shape[0], left : left + image.shape[1]] = image
+    return padded
 
 
 @dataclasses.dataclass(frozen=True)

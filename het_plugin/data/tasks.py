@@ -62,7 +62,7 @@ class ImageTask:
     *,
     augment: bool,
     augmentations: Sequence[Any] | None = None,
-    resize: str | None = None,
+    resize: str | pp.ResizeAndCrop | None = None,
     shuffle: bool,
     seed: int,
     num_epochs: int | None,
@@ -123,22 +123,27 @@ class ImageTask:
     bounds = part.start, part.start + part.num_records
     return order_lib.BlockOrder(seed, np.unique(starts.clip(*bounds)) - part.start, batch_size)
 
-  def _split_preprocessors(self, augment: bool, resize: str | None) -> Sequence[pp.Preprocessor]:
-    if resize is None:
+  def _split_preprocessors(
+    self, augment: bool, resize: str | pp.ResizeAndCrop | None
+  ) -> Sequence[pp.Preprocessor]:
+    square = (pp.CentralCrop, pp.Resize)
+    are_photos = any(isinstance(x, square) for x in self.eval_preprocessors)
+    if isinstance(resize, pp.ResizeAndCrop):  # of a tower, for all photographs that it reads
+      made = resize if are_photos and not augment else None
+    else:
+      made = None if resize is None else pp.CentralCrop(resize)
+    if made is None:
       return self.preprocessors if augment else self.eval_preprocessors
     if augment:
       raise ValueError(
         f'resize is {resize!r}; images that are augmented are cropped at random: it must be None.'
       )
-    if not any(isinstance(x, pp.CentralCrop | pp.Resize) for x in self.eval_preprocessors):
+    if not are_photos:
       raise ValueError(
         f'resize is {resize!r}; it must be None for {self.name}, whose images are not '
         'photographs of any size.'
       )
-    return tuple(
-      pp.CentralCrop(resize) if isinstance(x, pp.CentralCrop | pp.Resize) else x
-      for x in self.eval_preprocessors
-    )
+    return tuple(made if isinstance(x, square) else x for x in self.eval_preprocessors)
 
   def _check(self, split: str, lengths: Mapping[str, int]) -> None:
     """ValueError if a split or slice does not exist, or the task cannot make these lengths."""

@@ -75,7 +75,7 @@ def _program(run: Run, model: Any, entropies: bool) -> programs.Program:
   tau = float(run.model.logits(params, any_image).temperature)
   about = run.config.describe() | {'step': run.step, 'tau': tau}
   if is_features:
-    for name in ('image_size', 'image_range'):
+    for name in ('image_size', 'image_range', 'resize'):
       del about[name]
   name = 'features' if is_features else 'image'
   return programs.Program(function, params, name, shape, about)

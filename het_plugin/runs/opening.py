@@ -12,6 +12,7 @@ configuration is as before afterwards.
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 import math
@@ -114,6 +115,13 @@ class Configuration:
       )
     return names
 
+  @property
+  def resize(self) -> Any:
+    """How photographs become square in evaluation, `DatasetConfig.resize`; None for the task's."""
+    evaluated = self.argument('train_eval_dataset_cfg')
+    found = getattr(evaluated or self.argument('train_dataset_cfg'), 'resize', None)
+    return found if evaluated or not isinstance(found, str) else None
+
   def read_params(self) -> dict[str, np.ndarray]:
     """{name: array} of the parameters that a run is evaluated with, float32 on the host.
 
@@ -150,6 +158,7 @@ class Configuration:
     lengths = self.argument('train_dataset_cfg').task_feature_lengths
     head = getattr(model, 'head', None)
     temperature = getattr(head, 'temperature', None)
+    resize = self.resize
     bounds = {x: getattr(temperature, x, None) for x in ('tau', 'tau_min', 'tau_max')}
     return {
       'head': type(head).__name__,
@@ -159,6 +168,7 @@ class Configuration:
       'class_names': self.class_names,
       'image_size': lengths['image'],
       'image_range': [-1, 1],
+      'resize': dataclasses.asdict(resize) if dataclasses.is_dataclass(resize) else resize,
       'task': self.task,
       'checkpoint': self.checkpoint.path,
     }
@@ -201,7 +211,7 @@ class Configuration:
       step=checkpoint.step,
       config=self,
       max_corrupt_fraction=getattr(dataset, 'max_corrupt_fraction', None),
-      resize=getattr(self.argument('train_eval_dataset_cfg'), 'resize', None),
+      resize=self.resize,
     )
 
 

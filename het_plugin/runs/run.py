@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from het_plugin.runs.per_example import KEPT, Batches, Columns, Compute, PerExam
 from het_plugin.system import checksum
 from het_plugin.training import checkpoint_reader
 from het_plugin.training.partitioning import PjitPartitioner
+
+if TYPE_CHECKING:
+  from het_plugin.data import preprocess
 
 PyTree = Any
 POOLS = ('mean', 'none')
@@ -53,7 +56,8 @@ class Run:
     step: the step of the parameters.
     config: the configuration (`opening.Configuration`); None for a run in training.
     max_corrupt_fraction: as in DatasetConfig, for the training data; None for the default.
-    resize: as in DatasetConfig, of the evaluation in training; for other splits of this task.
+    resize: as in DatasetConfig, of the evaluation in training; for other splits of this task, and a
+      ResizeAndCrop, which belongs to a tower, for all tasks.
   """
 
   model: Any
@@ -69,7 +73,7 @@ class Run:
   step: int | None = None
   config: Any = None
   max_corrupt_fraction: float | None = None
-  resize: str | None = None
+  resize: 'str | preprocess.ResizeAndCrop | None' = None
   _compiled: dict[Hashable, PerExample] = dataclasses.field(default_factory=dict, repr=False)
 
   def predict(self, batch: Mapping[str, np.ndarray]) -> Columns:
@@ -215,7 +219,10 @@ class Run:
     if max_labels and getattr(info, 'multi_label', False):  # the configuration may know more
       max_labels = max(max_labels, self.max_labels)
     of_run = {x: getattr(self, x) for x in ('image_size', 'max_corrupt_fraction')}
-    of_run['resize'] = self.resize if task == self.task else None
+    of_task = isinstance(self.resize, str)
+    of_run['resize'] = None if of_task and task != self.task else self.resize
+    if settings.get('resize') is None:
+      settings.pop('resize', None)
     settings = of_run | {'max_labels': max_labels} | settings
     config = data.one_pass(task, split, bounded=max_examples is not None, **settings)
     rows = None if whole else self.partitioner.batch_rows(config.batch_size)

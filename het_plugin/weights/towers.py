@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from het_plugin.weights import files, hub
+from het_plugin.weights import files, hub, pixels
 
 _log = logging.getLogger(__name__)
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -49,7 +49,6 @@ _BLOCK = re.compile(
 _STAGE_BLOCK = re.compile(r'(?:encoder\.)?stages\.(\d+)\.(?:blocks|layers)\.(\d+)\.(.+)')
 _STAGE_START = re.compile(r'(?:encoder\.)?stages\.(\d+)\.downsampl(?:e|ing_layer)\.([01])')
 
-_OPEN_CLIP = 'open_clip_config.json'
 _OPENAI_VOCABULARY = 49_408  # whose last id is the end
 # config.json's names and ours.
 _ACTIVATIONS = {
@@ -178,14 +177,24 @@ class Tower:
 
   settings: Mapping[str, Any]  # fields of `backbones.ViT`, or of `backbones.ConvNeXt`
   params: Mapping[str, np.ndarray]  # float32, by our name: 'backbone/block00/mlp/wi/kernel'
-  image_size: int  # side in pixels of the images that the position embeddings are made for
+  image_size: int  # side in pixels of the images that the project gives to it
   skipped: tuple[str, ...]  # names in the file that the tower does not use, such as a text tower
   backbone: str = 'vit'  # or 'convnext'
+  pixels: Mapping[str, Any] | None = None  # fields of `data.preprocess.ResizeAndCrop`, and others
 
   def bindings(self) -> list[str]:
-    """Gin bindings of backbone and image size."""
+    """Gin bindings of backbone, image size, and how photographs become images of this size."""
     settings = [f'{self.backbone}.{name} = {value!r}' for name, value in self.settings.items()]
-    return [f'BACKBONE = @{self.backbone}()', f'IMAGE_SIZE = {self.image_size}', *settings]
+    found = [f'BACKBONE = @{self.backbone}()', f'IMAGE_SIZE = {self.image_size}', *settings]
+    if self.pixels is None:
+      return found
+    made = {name: self.pixels[name] for name in pixels.FIELDS if name in self.pixels}
+    shown = {'size': self.image_size, **made}
+    shown |= {name: self.pixels[name] for name in ('image_mean', 'image_std')}
+    texts = (f'{name}={value!r}' for name, value in shown.items())
+    _log.info('Pixels as in %s: %s', self.pixels['file'], ', '.join(texts))
+    found += [f'ResizeAndCrop.{name} = {value!r}' for name, value in made.items()]
+    return [*found, 'DatasetConfig.resize = @ResizeAndCrop()']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,15 +310,17 @@ def read_config(path: epath.PathLike) -> dict[str, Any]:
   Raises:
     ValueError: a description is no JSON object, or says what cannot be read.
   """
-  folder = epath.Path(hub.local(path)).parent
-  read = {}
-  for name in (_OPEN_CLIP, 'config.json', 'processor_config.json', 'preprocessor_config.json'):
-    if (settings := _json(folder / name)) is not None:
-      if name == _OPEN_CLIP:
-        settings = _of_open_clip(settings)
-      elif name == 'processor_config.json':
-        settings = settings.get('image_processor', {})
-      read |= settings
+  file = epath.Path(hub.local(path))
+  folder = file.parent
+  names = (pixels.OPEN_CLIP, pixels.CONFIG, pixels.PREPROCESSOR, pixels.PROCESSOR)
+  described = {name: found for name in names if (found := _json(folder / name)) is not None}
+  read: dict[str, Any] = {}
+  for name, settings in described.items():
+    if name == pixels.OPEN_CLIP:
+      settings = _of_open_clip(settings)
+    elif name == pixels.PROCESSOR:
+      settings = settings.get('image_processor', {})
+    read |= settings
   if (end := _tokenizer_end(folder)) is not None:
     read['tokenizer_end'] = end
   if 'quantization_config' in read:
@@ -321,7 +332,11 @@ def read_config(path: epath.PathLike) -> dict[str, Any]:
     raise ValueError(
       f'{path} is an adapter (LoRA): merge it into its base model, and save that as a whole'
     )
-  return {**read, **read.pop('vision_config', {}), **read.pop('pretrained_cfg', {})}
+  read = {**read, **read.pop('vision_config', {}), **read.pop('pretrained_cfg', {})}
+  made = pixels.read(described, file.name.startswith('open_clip'))
+  if made is None:
+    return read
+  return {**read, 'pixels': made, **{name: made[name] for name in ('image_mean', 'image_std')}}
 
 
 def _json(file: epath.Path) -> dict[str, Any] | None:
@@ -456,10 +471,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
       if flat[name].shape[-1] == 2 * hidden:
         gate, flat[name] = np.split(flat[name], 2, axis=-1)
         flat[name.replace('/wi/', '/wi_gate/')] = gate
-  if is_rotary:
-    image_size = _image_size(config)
-  else:
-    image_size = _place_positions(flat) * patch_size
+  image_size = None if is_rotary else _place_positions(flat) * patch_size
 
   architecture = config.get('architecture', '')
   # transformers' CLIP is OpenAI's; timm names the files that have its activation.
@@ -494,7 +506,13 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     'representation_size': width_of('representation/kernel'),
   }
   _check_head(flat, settings)
-  return Tower(settings, _placed(flat), image_size, skipped)
+  made = config.get('pixels')
+  if made and made['size'] % patch_size:
+    raise ValueError(
+      f'the images of {made["file"]} have {made["size"]} pixels a side, which must be a multiple '
+      f'of the {patch_size} pixels of a patch'
+    )
+  return Tower(settings, _placed(flat), _image_size(config, image_size), skipped, pixels=made)
 
 
 def _described(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -646,7 +664,8 @@ def _read_convnext(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) 
   last = config.get('last_epsilon') or config.get('layer_norm_eps')
   if last is not None and last != settings.get('norm_epsilon', 1e-6):
     settings['last_epsilon'] = last
-  return Tower(settings, _placed(flat), _image_size(config), skipped, 'convnext')
+  image_size = _image_size(config)
+  return Tower(settings, _placed(flat), image_size, skipped, 'convnext', config.get('pixels'))
 
 
 def _normalise_pixels(
@@ -669,8 +688,10 @@ def _normalise_pixels(
   flat[f'{layer}/kernel'] = kernel * (0.5 / std)[:, None]
 
 
-def _image_size(config: Mapping[str, Any]) -> int:
-  sizes = (config.get('image_size'), (config.get('input_size') or [None])[-1], 224)
+def _image_size(config: Mapping[str, Any], of_positions: int | None = None) -> int:
+  made = (config.get('pixels') or {}).get('size')
+  stated = (config.get('image_size'), (config.get('input_size') or [None])[-1])
+  sizes = (made, of_positions, *stated, 224)
   return next(int(size) for size in sizes if size)
 
 
