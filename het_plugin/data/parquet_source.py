@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from het_plugin.data import array_source, preprocess, shards
+from het_plugin.data import array_source, preprocess, remote, shards
 from het_plugin.data.annotations import LABEL_FIELDS
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 
@@ -214,11 +214,14 @@ class _Files:
     """The encoded images of rows, int64 [B]; None where a row or its group cannot be read."""
     found: list[bytes | None] = [None] * len(rows)
     of_row = np.searchsorted(self._starts, rows, side='right') - 1
-    for group in np.unique(of_row).tolist():
+
+    def read_group(group: int) -> None:
       values = self._read_group(group)
       for i in np.flatnonzero(of_row == group).tolist():
         if values is not None:
           found[i] = _encoded(values[int(rows[i] - self._starts[group])].as_py())
+
+    remote.each(read_group, np.unique(of_row).tolist(), at_once=self.paths[0].is_remote)
     return found
 
   def _read_group(self, group: int) -> pa.ChunkedArray | None:

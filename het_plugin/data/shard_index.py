@@ -215,11 +215,12 @@ class _Shards:
       ValueError: a file is not the one that was indexed.
     """
     found: list[bytes | None] = [None] * len(rows)
-    of_rows = self._shard[rows]
-    for shard in np.unique(of_rows).tolist():
+    has_member = places[rows, 1] >= 0
+
+    def read_together(some: np.ndarray) -> None:
+      shard = self._shard[rows[some[0]]]
       path = self.paths[shard]
-      some = [i for i in np.flatnonzero(of_rows == shard).tolist() if places[rows[i], 1] >= 0]
-      wanted = [tuple(places[rows[i]].tolist()) for i in some]
+      wanted = [tuple(place) for place in places[rows[some]].tolist()]
       try:
         if self._format.read is not None:
           path.check_unchanged(self._stats[shard])
@@ -229,9 +230,14 @@ class _Shards:
             blocks = [self._block(row) for row in rows[some]] if path.is_remote else wanted
             contents = [read(*place, block) for place, block in zip(wanted, blocks, strict=True)]
       except OSError:
-        continue
-      for i, content in zip(some, contents, strict=True):
+        return
+      for i, content in zip(some.tolist(), contents, strict=True):
         found[i] = content
+
+    is_remote = self.paths[0].is_remote
+    part = self._block_number(rows) if is_remote else self._shard[rows]
+    parts = [np.flatnonzero((part == i) & has_member) for i in np.unique(part[has_member])]
+    remote.each(read_together, parts, at_once=is_remote)
     return found
 
   @functools.cached_property
@@ -242,9 +248,13 @@ class _Shards:
       block = np.arange(len(self.image)) // _BLOCK_RECORDS
     return shards.block_starts(block + self._shard * (block.max(initial=0) + 1))
 
+  def _block_number(self, rows: np.ndarray | int) -> np.ndarray:
+    """The number of the block of each row, from 1."""
+    return np.searchsorted(self._block_starts, rows, side='right')
+
   def _block(self, row: int) -> Place:
     """The place of the images and captions of a row's block."""
-    at = int(np.searchsorted(self._block_starts, row, side='right'))
+    at = int(self._block_number(row))
     block = slice(*self._block_starts[at - 1 : at + 1].tolist())
     places = np.concatenate([self.image[block], self.text[block]])
     places = places[places[:, 1] >= 0]
@@ -253,7 +263,7 @@ class _Shards:
 
   def blocks(self, rows: np.ndarray) -> np.ndarray:
     """Where blocks begin in sorted rows [N], and N."""
-    return shards.block_starts(np.searchsorted(self._block_starts, rows, side='right'))
+    return shards.block_starts(self._block_number(rows))
 
   def describe(self, row: int) -> str:
     """The file, and the place of the sample in it."""
