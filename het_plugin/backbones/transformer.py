@@ -68,6 +68,7 @@ class BlockSettings:
   layer_scale: float | None = None
   causal: bool = False
   adapter_dim: int | None = None
+  sub_norm: str | None = None
 
   @classmethod
   def of(cls, module: nn.Module) -> 'BlockSettings':
@@ -126,7 +127,10 @@ class Attention(nn.Module):
     v = project('value', x)
     mask = None if is_token is None else is_token[:, None, None, :]  # [B, 1, 1, N]
     y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=s.causal)
-    return Dense(width, ('joined_kv', 'embed'), s.dtype, name='out')(y.reshape(*y.shape[:2], -1))
+    y = y.reshape(*y.shape[:2], -1)
+    if s.sub_norm == 'both':
+      y = s.normalisation('sub_norm', axis='joined_kv')(y)
+    return Dense(width, ('joined_kv', 'embed'), s.dtype, name='out')(y)
 
 
 class Mlp(nn.Module):
@@ -147,6 +151,8 @@ class Mlp(nn.Module):
     else:
       y = MLPS[s.mlp](y)
     y = with_sharding_constraint(y, (*self.rows, 'mlp'))
+    if s.sub_norm is not None:
+      y = s.normalisation('sub_norm', axis='mlp')(y)
     y = nn.Dropout(s.dropout)(y, deterministic)
     return Dense(x.shape[-1], ('mlp', 'embed'), s.dtype, name='wo')(y)
 

@@ -89,18 +89,29 @@ def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
 
 
 def rotary_2d(
-  grid: tuple[int, int], head_dim: int, num_prefix: int, theta: float = 100.0
+  grid: tuple[int, int],
+  head_dim: int,
+  num_prefix: int,
+  theta: float = 100.0,
+  rope_grid: int | None = None,
+  offset: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Cosine and sine [N, head_dim] of rotary position embeddings over two axes (DINOv3, Simeoni et
-  al. 2025, https://arxiv.org/abs/2508.10104).
+  """Cosine and sine [N, head_dim] of rotary position embeddings over two axes.
 
-  A quarter of the dimensions rotates with the row and a quarter with the column, both in [-1, 1];
-  the other half repeats them. The first `num_prefix` tokens have no position and do not rotate.
+  A quarter of the dimensions rotates with the row and a quarter with the column; the other half
+  repeats them. Rows and columns are turns in [-1, 1] (DINOv3, Simeoni et al. 2025,
+  https://arxiv.org/abs/2508.10104), or with `rope_grid` radians: `offset`, `offset` + 1, ... for a
+  grid of this side, to which others are stretched (EVA-02, Fang et al. 2023,
+  https://arxiv.org/abs/2303.11331). The first `num_prefix` tokens have no position and do not
+  rotate.
   """
   frequency = theta ** -(np.arange(head_dim // 4) * (4 / head_dim))  # [head_dim / 4]
-  centres = [(np.arange(n) + 0.5) / n * 2 - 1 for n in grid]
-  position = np.stack(np.meshgrid(*centres, indexing='ij'), axis=-1).reshape(-1, 2, 1)
-  angles = np.tile((2 * np.pi * position * frequency).reshape(len(position), -1), 2)
+  if rope_grid is None:
+    axes = [2 * np.pi * ((np.arange(n) + 0.5) / n * 2 - 1) for n in grid]
+  else:
+    axes = [(np.arange(n) + offset) / n * rope_grid for n in grid]
+  position = np.stack(np.meshgrid(*axes, indexing='ij'), axis=-1).reshape(-1, 2, 1)
+  angles = np.tile((position * frequency).reshape(len(position), -1), 2)
   angles = np.pad(angles, ((num_prefix, 0), (0, 0)))
   return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
@@ -137,9 +148,11 @@ class ViT(nn.Module):
     scan_layers: runs the blocks in front of the first experts in a loop, which compiles much
       faster. Their parameters are stacked [blocks, ...] under 'blocks' instead of 'block00', ...
       (`weights.transfer.restacked`, `unstacked`).
-    position: position embeddings: 'learned', 'sincos2d' (fixed; `sincos_2d`), or 'rope' (queries
-      and keys are rotated in every block; `rotary_2d`).
+    position: position embeddings: 'learned', 'sincos2d' (fixed; `sincos_2d`), 'rope' (queries and
+      keys are rotated in every block; `rotary_2d`), or 'learned_and_rope'.
     rope_theta: base of the frequencies of 'rope'.
+    rope_grid: side of the grid whose rows and columns 'rope' counts; None for turns in [-1, 1].
+    rope_offset: number of the first row and column of `rope_grid`.
     num_registers: learned tokens after the class token; only attention and 'map' read them (Darcet
       et al. 2023, https://arxiv.org/abs/2309.16588).
     mlp: the activation, one of `transformer.MLPS`; 'swiglu' has a second input layer.
@@ -157,6 +170,9 @@ class ViT(nn.Module):
       to the image's grid; None for no resizing. With both, one checkpoint serves any patch and
       image size.
     moe: `SparseMoe` or `SoftMoe`, experts in place of the MLP of some blocks; None for none.
+    sub_norm: normalises the hidden layer of each MLP ('mlp'), or also the result of the attention
+      before its output layer ('both'), as EVA-02 does; None for neither.
+    pool_heads: attention heads of the pooling 'map'; None for num_heads.
     adapter_dim: hidden width of a residual adapter after each block, to be trained over a frozen
       backbone (`transformer.Adapter`); None for no adapters.
 
@@ -175,7 +191,7 @@ class ViT(nn.Module):
   dtype: DTypeLike = jnp.float32
   remat: Remat = 'none'
   scan_layers: bool = False
-  position: Literal['learned', 'sincos2d', 'rope'] = 'learned'
+  position: Literal['learned', 'sincos2d', 'rope', 'learned_and_rope'] = 'learned'
   num_registers: Annotated[int, '[0, inf)'] = 0
   mlp: Activation = 'gelu'
   norm: Literal['layer_norm', 'rms_norm'] = 'layer_norm'
@@ -194,18 +210,27 @@ class ViT(nn.Module):
   class_token: bool | None = None
   norm_pooled: bool = False
   rope_theta: Annotated[float, '(0, inf)'] = 100.0
+  rope_grid: Count | None = None
+  rope_offset: float = 0.0
+  sub_norm: Literal['mlp', 'both'] | None = None
+  pool_heads: Count | None = None
 
   def __post_init__(self):
     check_encoder(self)
     per_head = self.width // self.num_heads
-    if self.position == 'rope' and per_head % 4 or self.position == 'sincos2d' and self.width % 4:
+    if self.has_rope and per_head % 4 or self.position == 'sincos2d' and self.width % 4:
       raise ValueError(
         f'ViT.position={self.position!r} needs a width (and with rope, a width per head) that is a '
         f'multiple of 4: ViT.width={self.width}, num_heads={self.num_heads}'
       )
-    if self.stored_grid is not None and self.position != 'learned':
+    if self.stored_grid is not None and self.position in ('rope', 'sincos2d'):
       raise ValueError(
         f"ViT.stored_grid={self.stored_grid} needs position='learned', not {self.position!r}"
+      )
+    if self.pool_heads is not None and (self.pooling != 'map' or self.width % self.pool_heads):
+      raise ValueError(
+        f"ViT.pool_heads={self.pool_heads} needs pooling='map' and must divide "
+        f'ViT.width={self.width}'
       )
     if self.class_token is False and self.pooling in _WITH_TOKEN:
       raise ValueError(f'ViT.class_token=False, but ViT.pooling={self.pooling!r} reads the token')
@@ -221,6 +246,11 @@ class ViT(nn.Module):
     """Width of phi."""
     pooled = self.width * (2 if self.pooling == 'token_and_gap' else 1)
     return self.representation_size or self.projection_size or pooled
+
+  @property
+  def has_rope(self) -> bool:
+    """Whether queries and keys are rotated."""
+    return self.position in ('rope', 'learned_and_rope')
 
   @property
   def has_class_token(self) -> bool:
@@ -243,8 +273,9 @@ class ViT(nn.Module):
     grid = tuple(n // self.patch_size for n in image.shape[1:3])
     num_prefix = self.has_class_token + self.num_registers
     rotation = None
-    if self.position == 'rope':
-      rotation = rotary_2d(grid, self.width // self.num_heads, num_prefix, self.rope_theta)
+    if self.has_rope:
+      of_grid = self.rope_theta, self.rope_grid, self.rope_offset
+      rotation = rotary_2d(grid, self.width // self.num_heads, num_prefix, *of_grid)
     x = PatchEmbedding(
       self.patch_size, self.width, self.dtype, self.stored_patch_size, name='embedding'
     )(image)
@@ -276,10 +307,9 @@ class ViT(nn.Module):
     elif self.pooling == 'distilled':
       phi = x[:, :2].mean(axis=1)
     else:
-      pooled = AttentionPooling(dataclasses.replace(settings, qk_norm=False), name='pooling')(
-        x.astype(self.dtype)
-      )
-      phi = pooled.astype(jnp.float32)
+      heads = self.pool_heads or self.num_heads
+      plain = dataclasses.replace(settings, qk_norm=False, sub_norm=None, num_heads=heads)
+      phi = AttentionPooling(plain, name='pooling')(x.astype(self.dtype)).astype(jnp.float32)
     if self.norm_pooled:
       phi = normalise(phi)
     if self.projection_size is not None:

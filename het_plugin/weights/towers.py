@@ -72,9 +72,20 @@ _TIMM_OF_SHAPES = re.compile(
   r'fc_norm|use_fc_norm|in_chans|num_classes|dims|depths|ls_init_value|conv_mlp|use_grn|'
   r'swiglu_mlp|swiglu_align_to|weight_init|fix_init|head_init_scale|dynamic_img_size|'
   r'dynamic_img_pad|strict_img_size|use_abs_pos_emb|use_rot_pos_emb|\w*_rate|'
-  r'rope_(?:shift|jitter|rescale)_coords)'
+  r'rope_(?:shift|jitter|rescale)_coords|scale_mlp|scale_attn_inner|attn_type|'
+  r'attn_pool_mlp_ratio|use_post_transformer_norm)'
 )
-_TIMM_READ = ('num_heads', 'act_layer', 'global_pool', 'pool_include_prefix', 'rope_temperature')
+_TIMM_READ = (
+  'num_heads',
+  'act_layer',
+  'global_pool',
+  'pool_include_prefix',
+  'attn_pool_num_heads',
+  'ref_feat_shape',
+  'rope_grid_indexing',
+  'rope_grid_offset',
+  'rope_temperature',
+)
 # Settings of transformers with the one value that the towers here have.
 _FIXED = {
   'pooler_act': 'tanh',
@@ -132,6 +143,8 @@ attention/out         attention.output.dense self_attn.out_proj attention.o_proj
 attention/out         attn.proj attn.out_proj
 attention/query_norm  attn.q_norm
 attention/key_norm    attn.k_norm
+attention/sub_norm    attn.norm
+mlp/sub_norm          mlp.norm
 attention_scale       ls1.gamma layer_scale1.lambda1 gamma_1
 mlp_norm              norm2 layernorm_after layer_norm2 ln_2
 mlp/wi                mlp.fc1 mlp.c_fc mlp.up_proj intermediate.dense mlp.fc1_x
@@ -409,7 +422,12 @@ def _of_timm(config: Mapping[str, Any]) -> dict[str, Any]:
     'pool_include_prefix': row.get('pool_include_prefix', False),
     'norm': row.get('norm', 'layer_norm'),
     'last_epsilon': row.get('last_epsilon', row['epsilon']),
+    'pool_heads': row.get('attn_pool_num_heads'),
     'rope_theta': row.get('rope_temperature'),
+    'rope_grid': row.get('ref_feat_shape'),
+    'rope_offset': row.get('rope_grid_offset'),
+    'rope_type': row.get('rope_type'),
+    'rope_axes': row.get('rope_grid_indexing'),
   }
 
 
@@ -446,6 +464,12 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   if _is_convnext(arrays):
     return _read_convnext(arrays, config)
   _check_files(arrays)
+  names = ' '.join(arrays)
+  if not config and 'pos_embed' in names and re.search(r'attn\.q_(?:bias|proj)', names):
+    raise ValueError(
+      'the file is of EVA-02 or alike, whose rotary positions no array tells: put its config.json '
+      'beside it'
+    )
   flat, skipped = _renamed(arrays, 'ViT', lambda name: _stem(name, _OUTER))
   kernel = flat['embedding/kernel']  # [P, P, C, D]
   patch_size = kernel.shape[0]
@@ -458,7 +482,6 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   defaults = _CLIP if is_clip else _IMAGENET if is_dino or 'distillation' in flat else _HALF
   _normalise_pixels(flat, 'embedding', config, defaults)
 
-  names = ' '.join(arrays)
   pooling, skipped = _pooling(flat, config, names, skipped)
   if 'distillation' in flat:  # DeiT's second token, which has a position
     flat['registers'] = flat.pop('distillation')
@@ -471,7 +494,8 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
       if flat[name].shape[-1] == 2 * hidden:
         gate, flat[name] = np.split(flat[name], 2, axis=-1)
         flat[name.replace('/wi/', '/wi_gate/')] = gate
-  image_size = None if is_rotary else _place_positions(flat) * patch_size
+  grid = None if is_rotary else _place_positions(flat)
+  image_size = grid and grid * patch_size
 
   architecture = config.get('architecture', '')
   # transformers' CLIP is OpenAI's; timm names the files that have its activation.
@@ -486,12 +510,13 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   def width_of(name: str) -> int | None:
     return flat[name].shape[-1] if name in flat else None
 
+  sub_norms = {'both': 'attention/sub_norm', 'mlp': 'mlp/sub_norm'}
   settings = {
     'patch_size': patch_size,
     'width': width,
     **_block_settings(flat, config, 'SigLIP' if is_siglip else 'image', width, activation),
     'pooling': pooling,
-    'class_token': True if 'class_token' in flat and pooling in ('gap', 'all') else None,
+    'class_token': True if 'class_token' in flat and pooling in ('gap', 'all', 'map') else None,
     'norm_pooled': 'fc_norm.weight' in names,
     'norm': config.get('norm') or 'layer_norm',
     'norm_epsilon': config.get('layer_norm_eps') or (1e-5 if is_clip or is_rotary else 1e-6),
@@ -502,9 +527,13 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     'qk_norm': 'block00/attention/query_norm/scale' in flat,
     'layer_scale': 1e-5 if is_dino else None,
     'pre_norm': is_clip,
+    'sub_norm': next((x for x, name in sub_norms.items() if f'block00/{name}/scale' in flat), None),
+    'pool_heads': config.get('pool_heads') if pooling == 'map' else None,
     'projection_size': width_of('projection/kernel'),
     'representation_size': width_of('representation/kernel'),
   }
+  if config.get('rope_type') == 'cat':
+    settings |= _interleaved_rope(flat, config, settings, grid)
   _check_head(flat, settings)
   made = config.get('pixels')
   if made and made['size'] % patch_size:
@@ -528,6 +557,36 @@ def _described(config: Mapping[str, Any]) -> Mapping[str, Any]:
       'pixel normalisation are the usual ones of its project.'
     )
   return config
+
+
+def _interleaved_rope(
+  flat: dict[str, np.ndarray],
+  config: Mapping[str, Any],
+  settings: Mapping[str, Any],
+  grid: int | None,
+) -> dict[str, Any]:
+  """Settings of the rotation of timm's EVA-02 and Perception Encoder; reorders queries and keys.
+
+  timm rotates pairs of neighbours, first those of its first axis. Here the second half of a head
+  belongs to the first, and rows precede columns.
+  """
+  num_pairs = settings['width'] // settings['num_heads'] // 2
+  pairs = np.arange(num_pairs)
+  if config['rope_axes'] == 'xy':
+    pairs = np.roll(pairs, num_pairs // 2)
+  order = np.concatenate([2 * pairs, 2 * pairs + 1])  # [D / heads]
+  for name, x in flat.items():
+    if re.fullmatch(r'block\d+/attention/(?:query|key)/(?:kernel|bias)', name):
+      heads = x.reshape(*x.shape[:-1], settings['num_heads'], -1)
+      flat[name] = heads[..., order].reshape(x.shape)
+    elif re.fullmatch(r'block\d+/attention/(?:query|key)_norm/(?:scale|bias)', name):
+      flat[name] = x[order]
+  reference = config.get('rope_grid') or [grid]
+  return {
+    'position': 'rope' if grid is None else 'learned_and_rope',
+    'rope_grid': reference[0],
+    'rope_offset': config['rope_offset'],
+  }
 
 
 def _check_files(arrays: Mapping[str, np.ndarray]) -> None:
@@ -567,7 +626,7 @@ def _pooling(
       return 'gap', drop('pooling/')
     if stated not in (None, 'map'):
       raise ValueError(f'global_pool={stated!r} in config.json, but the file pools by attention')
-    if 'class_token' in flat or 'registers' in flat:
+    if ('class_token' in flat or 'registers' in flat) and stated is None:
       raise ValueError('the file pools by attention and has a class token or registers')
     return 'map', skipped
   if inputs == 2 * width:  # Dinov2ForImageClassification

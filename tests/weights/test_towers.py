@@ -10,7 +10,8 @@ import pytest
 from flax import traverse_util
 
 from het_plugin import fewshot, runs, weights, zeroshot
-from het_plugin.backbones import ConvNeXt, TextTransformer, ViT
+from het_plugin.backbones import ConvNeXt, TextTransformer, ViT, transformer
+from het_plugin.backbones.vit import rotary_2d
 from het_plugin.weights import towers, transfer
 
 SIZES = {'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
@@ -482,6 +483,12 @@ def test_layers_without_a_place_are_named(ours):
     ('vit_small_plus_patch16_dinov3', {}),
     ('vit_base_patch16_siglip_gap_224', {}),
     ('eva_giant_patch14_224', {'img_size': 56, 'embed_dim': 64, 'num_heads': 4}),
+    ('eva02_tiny_patch14_224', {'img_size': 70}),
+    ('eva02_base_patch14_224', {'img_size': 56, 'embed_dim': 64, 'num_heads': 4}),
+    ('eva02_base_patch16_clip_224', {'embed_dim': 64, 'num_heads': 4}),
+    ('vit_pe_core_tiny_patch16_384', {}),
+    ('vit_pe_core_base_patch16_224', {'embed_dim': 64, 'num_heads': 4}),
+    ('vit_base_patch16_rope_reg1_gap_256', {'embed_dim': 64, 'num_heads': 4}),
     ('convnext_xxlarge', {'depths': (1, 1, 1, 1), 'dims': (32, 64, 128, 256)}),
   ],
 )
@@ -527,6 +534,51 @@ def test_the_table_is_of_the_installed_timm():
     assert table[name] == timm_architectures.settings(name), name
 
 
+@pytest.mark.parametrize('axes', ['ij', 'xy'])
+def test_pairs_of_neighbours_rotate_as_in_timm(axes):
+  """Products of queries and keys under the rotation of EVA-02 and Perception Encoder."""
+  random = np.random.default_rng(0)
+  names = ('block00/attention/query/kernel', 'block00/attention/key/kernel')
+  flat = {name: random.normal(size=(6, 16)) for name in names}
+  x = random.normal(size=(7, 6))  # a class token and 2 x 3 patches
+  row, column = np.mgrid[1:3, 1:4].reshape(2, -1, 1)  # stretched to a grid of 4 x 4
+  row = row / 2 * 4
+  column = column / 3 * 4
+  turns = np.concatenate([row, column] if axes == 'ij' else [column, row], axis=1)  # [6, 2]
+  angles = (turns[:, :, None] * np.array([1.0, 0.01])).reshape(6, 4)
+  turned = np.concatenate([np.ones((1, 4)), np.exp(1j * angles)])[:, None]
+
+  def theirs(name):
+    heads = (x @ flat[name]).reshape(7, 2, 8)  # pairs of neighbours as complex numbers
+    heads = (heads[..., ::2] + 1j * heads[..., 1::2]) * turned
+    return np.concatenate([heads.real, heads.imag], axis=-1)
+
+  expected = np.einsum('nhd,mhd->hnm', *map(theirs, names))
+  config = {'rope_axes': axes, 'rope_offset': 1.0, 'rope_grid': [4, 4]}
+  settings = towers._interleaved_rope(flat, config, {'width': 16, 'num_heads': 2}, None)
+  assert settings == {'position': 'rope', 'rope_grid': 4, 'rope_offset': 1.0}
+  rotation = rotary_2d((2, 3), 8, 1, 10_000.0, 4, 1.0)
+  heads = (np.float32(x @ flat[name]).reshape(1, 7, 2, 8) for name in names)
+  ours = [transformer.rotate(x, *rotation) for x in heads]
+  np.testing.assert_allclose(np.einsum('bnhd,bmhd->hnm', *ours), expected, atol=1e-5)
+
+
+def test_sub_norms_and_pools_of_eva(ours):
+  """EVA-02's inner normalisations, and the class token beside Perception Encoder's pooling."""
+  arrays = timm_arrays(ours[1])
+  arrays['blocks.0.mlp.norm.weight'] = arrays['blocks.1.mlp.norm.weight'] = np.ones(24)
+  arrays['blocks.0.mlp.norm.bias'] = arrays['blocks.1.mlp.norm.bias'] = np.zeros(24)
+  tower = weights.read_tower(arrays, {'num_attention_heads': 2})
+  assert tower.settings['sub_norm'] == 'mlp'
+  assert np.isfinite(phi_of(tower, ours[2])).all()
+  for i in range(2):
+    arrays[f'blocks.{i}.attn.norm.weight'] = np.ones(16)
+    arrays[f'blocks.{i}.attn.norm.bias'] = np.zeros(16)
+  assert weights.read_tower(arrays, {'num_attention_heads': 2}).settings['sub_norm'] == 'both'
+  with pytest.raises(ValueError, match='rotary positions no array tells: put its config.json'):
+    weights.read_tower(arrays | {'blocks.0.attn.q_bias': np.zeros(16)}, {})
+
+
 @pytest.mark.parametrize(
   'described, settings',
   [
@@ -550,7 +602,7 @@ def test_what_a_file_of_timm_says(described, settings):
   'described, sentence',
   [
     ({'architecture': 'vit_of_tomorrow'}, "architecture='vit_of_tomorrow' in config.json is none"),
-    ({'architecture': 'eva02_tiny_patch14_224'}, 'has layers of its own .RotaryEmbeddingCat'),
+    ({'architecture': 'vit_base_patch16_rope_mixed_224'}, 'RotaryEmbeddingMixed'),
     ({'model_args': {'act_layer': 'relu'}}, "act_layer='relu' in config.json must be one of gelu"),
     ({'model_args': {'scale_attn_norm': True}}, 'model_args has scale_attn_norm=True'),
     ({'model_args': {'global_pool': 'avgmax'}}, "global_pool='avgmax' in config.json must be"),

@@ -19,6 +19,7 @@ MODULES = ('vision_transformer', 'deit', 'eva', 'convnext')
 ACTIVATIONS = {'GELU': 'gelu', 'GELUTanh': 'gelu_tanh', 'QuickGELU': 'quick_gelu', 'SiLU': 'silu'}
 NORMS = {'LayerNorm': 'layer_norm', 'RmsNorm': 'rms_norm'}
 BLOCKS = ('Block', 'EvaBlock')
+ROPES = {'RotaryEmbeddingDinoV3': 'dinov3', 'RotaryEmbeddingCat': 'cat'}
 ATTENTION = ('Attention', 'EvaAttention', 'AttentionRope')
 
 
@@ -74,9 +75,18 @@ def _vit(model: Any) -> dict[str, Any]:
   rope = getattr(model, 'rope', None)
   if rope is not None:
     row['rope_temperature'] = rope.temperature
-    row |= {'rope_type': 'dinov3', 'rope_rotate_half': True}
-    if name_of(rope) != 'RotaryEmbeddingDinoV3' or not rope.rotate_half or rope.grid_offset:
+    row |= {
+      'rope_type': ROPES.get(name_of(rope)),
+      'rope_rotate_half': getattr(rope, 'rotate_half', None),
+    }
+    if row['rope_type'] == 'cat' and not rope.in_pixels and not rope.rotate_half:
+      row |= {'rope_grid_offset': rope.grid_offset, 'rope_grid_indexing': rope.grid_indexing}
+      if rope.ref_feat_shape is not None:
+        row['ref_feat_shape'] = list(rope.ref_feat_shape)
+    elif row['rope_type'] != 'dinov3' or not rope.rotate_half or rope.grid_offset:
       odd.append(name_of(rope))
+  if model.global_pool == 'map' and model.attn_pool.num_heads != row['num_heads']:
+    row['attn_pool_num_heads'] = model.attn_pool.num_heads
   return row | {'unread': f'layers of its own ({", ".join(odd)})'} if odd else row
 
 
