@@ -97,8 +97,9 @@ class Group:
 
   def stop(self, *_) -> None:
     """Asks all processes to save and end; a second call kills. Serves as signal handler."""
-    self._end_within(0 if self.stopping else self._grace_seconds)
+    seconds = 0 if self.stopping else self._grace_seconds
     self.stopping = True
+    self._end_within(seconds)
 
   def run(self) -> int:
     """Runs all processes to their end and returns the exit code."""
@@ -122,6 +123,17 @@ class Group:
           _kill_group(process)
       for printer in printers:
         printer.join(timeout=1)  # a process that left its group may hold the pipe
+
+  def end(self) -> None:
+    """Asks all processes to save and end, for another `run`."""
+    self._end_within(self._grace_seconds)
+
+  def take(self, command: Sequence[str]) -> None:
+    """Another command for the next `run`, which no `end` of an earlier one cuts short."""
+    self._command = command
+    self._stop_at = None
+    if self.stopping:  # a signal may come at any time
+      self._end_within(self._grace_seconds)
 
   def running(self) -> dict[int, int]:
     """{index: process id} of the processes that run."""

@@ -11,6 +11,15 @@ restarts, failures and exit_code. exit_code is null while the command runs, and 
 started; failures count as restarts too. Only one supervisor at a time may use a folder: it locks
 supervisor.json.
 
+With --available the command may go on with fewer processes, hosts or slices, and with more again:
+"{n}" in it becomes the number that this shell command prints. It is asked every --poll_seconds;
+when it has twice printed another number, the command gets SIGTERM, so that it saves, and starts
+again with this number. Such a restart, and that of a command that ended while there were fewer,
+counts neither as a restart nor as a failure. At 0 the supervisor waits.
+
+    python -m launch.supervise --folder=runs/het_xl --available='nvidia-smi -L | wc -l' -- \
+      python -m launch.local --processes={n} --gpus_per_process=1 -- python -m het_plugin.train ...
+
 SIGTERM and Ctrl-C are passed on to the command, so that it saves, and the supervisor ends with the
 command's code. A second signal, or --grace_seconds without an end, kills the command. Child
 processes that the command leaves in its process group are killed when it ends. If the command is a
@@ -24,13 +33,22 @@ import argparse
 import contextlib
 import fcntl
 import json
+import math
 import os
+import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from launch import processes
+
+NUMBER = '{n}'  # in a command
+POLL_SECONDS = 30
+_ASK_SECONDS = 60
+_SLEEP_SECONDS = 0.2
 
 
 def read_state(folder: Path) -> dict[str, int | None]:
@@ -40,15 +58,77 @@ def read_state(folder: Path) -> dict[str, int | None]:
   return {}
 
 
+class Available:
+  """How many processes can run now."""
+
+  def __init__(self, command: str, poll_seconds: float):
+    """The shell command prints the number; it is asked again after so many seconds."""
+    self._command = command
+    self._poll_seconds = poll_seconds
+
+  def now(self) -> int | None:
+    """The number; None if the command failed or printed something else."""
+    with contextlib.suppress(ValueError, subprocess.SubprocessError):
+      done = subprocess.run(
+        self._command, shell=True, check=True, capture_output=True, text=True, timeout=_ASK_SECONDS
+      )
+      return int(done.stdout)
+
+  def wait(self, is_stopped: Callable[[], bool]) -> int:
+    """The number once it is not 0; 0 if it `is_stopped` before."""
+    asked = -math.inf
+    while not is_stopped():
+      if time.monotonic() > asked + self._poll_seconds:
+        if number := self.now():
+          return number
+        asked = time.monotonic()
+      time.sleep(_SLEEP_SECONDS)
+    return 0
+
+  @contextlib.contextmanager
+  def watched(self, number: int, changed: Callable[[], None]) -> Iterator[None]:
+    """Calls `changed` in a thread, once, when the number has twice been another one than 0."""
+    over = threading.Event()
+    deciding = threading.Lock()
+
+    def watch() -> None:
+      last = number
+      while not over.wait(self._poll_seconds):
+        before = last
+        last = self.now() or number
+        if last == before != number:
+          with deciding:
+            if not over.is_set():
+              changed()
+          return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+      yield
+    finally:
+      with deciding:
+        over.set()
+
+
 def supervise(
-  command: Sequence[str], folder: Path, max_restarts: int, max_failures: int, grace_seconds: float
+  command: Sequence[str],
+  folder: Path,
+  max_restarts: int,
+  max_failures: int,
+  grace_seconds: float,
+  available: str | None = None,
+  poll_seconds: float = POLL_SECONDS,
 ) -> int:
   """Runs the command with restarts; returns its last exit code. The flags explain the settings.
 
   Raises:
+    ValueError: the command has no place for the number that is `available`.
     OSError: another supervisor uses the folder, a file of it is a link, or the command cannot be
       started.
   """
+  if available is not None and not any(NUMBER in word for word in command):
+    raise ValueError(f'--available={available} needs {NUMBER} in the command, which it replaces')
+  known = None if available is None else Available(available, poll_seconds)
   folder.mkdir(parents=True, exist_ok=True)
   with _appended(folder / 'supervisor.json') as state, _appended(folder / 'supervisor.log') as log:
     try:
@@ -69,21 +149,35 @@ def supervise(
       state.truncate(0)
       note(state, json.dumps({'pid': os.getpid(), **counts, 'exit_code': code}))
 
+    code = processes.PREEMPTED
     while True:
       write(None)
+      number = 1 if known is None else known.wait(lambda: group.stopping)
+      if not number:
+        write(code)
+        return code
+      if known is not None:
+        group.take([word.replace(NUMBER, str(number)) for word in command])
+      watched = contextlib.nullcontext() if known is None else known.watched(number, group.end)
       try:
-        code = group.run()
+        with watched:
+          code = group.run()
       except OSError:
         write(processes.WRONG)
         raise
       preempted = code == processes.PREEMPTED
       again = preemptions < max_restarts if preempted else code > 128 and failures < max_failures
+      ended = preempted or code > 128
+      resized = known is not None and ended and known.now() not in (number, None)
+      again |= resized
       if again and not group.stopping:
         group.await_orphans()
       if group.stopping or not again:  # a signal may have come while it waited
         write(code)
         return code
-      if preempted:
+      if resized:
+        why = f'exit code {code}: restart with another number than {number}'
+      elif preempted:
         preemptions += 1
         why = f'preempted: restart {preemptions} of {max_restarts}'
       else:
@@ -116,9 +210,15 @@ def main() -> int:
   parser.add_argument(
     '--max_failures', type=int, default=3, help='Number of restarts after signals.'
   )
+  parser.add_argument(
+    '--available', help='Shell command that prints how many processes {n} can run now.'
+  )
+  parser.add_argument(
+    '--poll_seconds', type=float, default=POLL_SECONDS, help='How often --available is asked.'
+  )
   try:
     return supervise(**vars(parser.parse_args()))
-  except OSError as error:
+  except (ValueError, OSError) as error:
     print(f'Error: {error}', file=sys.stderr)
     return processes.WRONG
 

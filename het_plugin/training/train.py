@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import os
 import time
@@ -19,6 +20,7 @@ from het_plugin.system import processes, ranges, run_files
 from het_plugin.system.ranges import Count
 from het_plugin.training import actions as actions_lib
 from het_plugin.training import (
+  batch_layout,
   checkpoint_reader,
   checkpoints,
   class_names,
@@ -138,7 +140,7 @@ def train(
         f'train.{mode.lower()}_dataset_cfg is None, so it would never run'
       )
   dataset_cfgs = [train_dataset_cfg, *(cfg for cfg, _ in eval_cfgs.values())]
-  infos = _check_datasets(dataset_cfgs, partitioner, model, task_info_fn)
+  infos = _check_datasets(dataset_cfgs, model, task_info_fn)
   names = getattr(infos[0], 'class_names', None) if infos else None
   model_dir = epath.Path(model_dir)
   used = _used_data(train_dataset_cfg, infos)
@@ -146,15 +148,23 @@ def train(
     _check_run, model_dir, config, _task_name(train_dataset_cfg), names, used
   )
   checked = processes.in_the_first(check_run)
+  most_rows = json.loads(checked)['most_rows'] if checked else None
 
   with contextlib.ExitStack() as stack:
     run = observer_lib.ObservedRun(model_dir, total_steps, profile_steps, profiler_port)
     stack.enter_context(observer.observing(run))
 
-    def open_dataset(cfg: Any) -> Any:
-      return get_dataset_fn(cfg, partitioner.batch_rows(cfg.batch_size))
+    def open_dataset(cfg: Any, size: int) -> Any:
+      rows = partitioner.batch_rows(size)
+      if size == cfg.batch_size:
+        return get_dataset_fn(cfg, rows)
+      return batch_layout.FilledBatches(get_dataset_fn, cfg, rows, size)
 
-    train_iter = open_dataset(train_dataset_cfg)
+    batch_size = train_dataset_cfg.batch_size
+    whole = getattr(model, 'needs_whole_batch', False)
+    lay_out = functools.partial(batch_layout.layout, batch_size, partitioner, most_rows, whole)
+    size = lay_out().size
+    train_iter = open_dataset(train_dataset_cfg, size)
     init_rng, trainer_rng = jax.random.split(jax.random.key(random_seed))
     restore_cfg = checkpoint_cfg.restore
     if restore_cfg is not None and restore_cfg.starts_afresh:
@@ -169,13 +179,19 @@ def train(
       rng=trainer_rng,
       halt_at_nonfinite=nonfinite.action == nonfinite_lib.STOP,
     )
-    trainer.check_batch_size(train_dataset_cfg.batch_size)
-    evaluators = {
-      mode: evaluation.Evaluator(
-        _task_name(cfg), open_dataset(cfg), cfg.batch_size, max_batches, partitioner
+    layout = lay_out(trainer.num_microbatches or 1)
+    trainer.num_microbatches = layout.num_microbatches
+    trainer.check_batch_size(layout.size)
+    _log.info('%s', layout.describe(partitioner.data_shards))
+    if layout.size != size:  # another number of microbatches is bound now
+      train_iter = open_dataset(train_dataset_cfg, layout.size)
+    evaluators = {}
+    for mode, (cfg, max_batches) in eval_cfgs.items():
+      shards = 1 if most_rows is None else partitioner.data_shards
+      size = batch_layout.filled(cfg.batch_size, shards)
+      evaluators[mode] = evaluation.Evaluator(
+        _task_name(cfg), open_dataset(cfg, size), size, max_batches, partitioner
       )
-      for mode, (cfg, max_batches) in eval_cfgs.items()
-    }
 
     # Tracing finds what is wrong with the model, while nothing is written yet.
     traced = trainer.trace_train(target, partitioner.batch_spec(train_iter.element_spec))
@@ -195,7 +211,6 @@ def train(
     #   3. the model's initial values.
     with observer.phase(observer_lib.RESTORE):
       restored = checkpointer.restore(target)
-      batch_size = train_dataset_cfg.batch_size
       initial_state.check_enough_batches(train_iter, batch_size, restored, total_steps)
     stays = False  # stopped, by an action of TRAIN
     if restored is None:
@@ -241,7 +256,7 @@ def train(
     observer.resumed(start.step)
     _describe_run(model, start, config, names, model_dir, writer)
 
-    batches = prefetch.DevicePrefetcher(train_iter, partitioner, batch_size)
+    batches = prefetch.DevicePrefetcher(train_iter, partitioner, layout.size)
     stack.enter_context(batches)
     # Called first on exit, before anything waits to be closed.
     stack.push(lambda _, error, trace: observer.leaving(error, writer))
@@ -258,6 +273,7 @@ def train(
       about={
         'config': '' if config is None else config.text,
         'data': used,
+        'most_rows': layout.most_rows,
         'class_names': class_names.digest(names),
         'image': [*context.input_shapes['image'][1:]] if 'image' in context.input_shapes else None,
       },
@@ -295,7 +311,6 @@ def train(
 
 def _check_datasets(
   cfgs: Iterable[Any],
-  partitioner: partitioning.PjitPartitioner,
   model: Any,
   task_info_fn: Callable[..., Any],
 ) -> list[Any]:
@@ -305,7 +320,6 @@ def _check_datasets(
   """
   infos = []
   for cfg in cfgs:
-    partitioner.check_batch_size(cfg.batch_size)
     if hasattr(model, 'validate'):
       # The number of token ids of captions depends on the vocabulary.
       vocabulary = getattr(cfg, 'vocabulary', None)
@@ -335,8 +349,10 @@ def _check_run(
   used: Mapping[str, Any],
   checked: str = '',
 ) -> str:
-  """Compares a run with its newest checkpoint, unless that is of step `checked`; returns its
-  step, '' if there is none.
+  """Compares a run with its newest checkpoint, unless it is `checked`, an earlier answer.
+
+  Returns:
+    JSON of the step of the checkpoint, and of the `BatchLayout.most_rows` in it; '' without one.
   """
   if model_dir.is_file():
     raise ValueError(f'model_dir={model_dir} is a file: give a folder')
@@ -350,12 +366,15 @@ def _check_run(
       bucket,
     )
   newest = checkpoint_reader.newest_record(model_dir)
-  step = '' if newest is None else str(newest[0])
-  if step not in ('', checked):
+  if newest is None:
+    return ''
+  step, record = newest
+  found = json.dumps({'step': step, 'most_rows': record.get('most_rows')})
+  if found != checked:
     if config is not None:
       config.check(*newest, model_dir, used)
     class_names.check(f'mixture_or_task_name={task}', names, class_names.read(model_dir))
-  return step
+  return found
 
 
 def _task_name(cfg: Any) -> str:

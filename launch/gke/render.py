@@ -39,6 +39,7 @@ from launch import sweep
 from launch.processes import PREEMPTED
 
 TEMPLATE = Path(__file__).with_name('jobset.yaml')
+SPOT = 'cloud.google.com/gke-spot'
 MAX_NODES = 65_000  # of a cluster, https://cloud.google.com/kubernetes-engine/quotas
 
 
@@ -46,6 +47,20 @@ def hosts_of(settings: Mapping[str, Any]) -> slices.Hosts:
   return slices.hosts(
     settings['topology'] or '', settings['num_slices'], settings['chips_per_host']
   )
+
+
+def node_selector(settings: Mapping[str, Any]) -> dict[str, str]:
+  """Labels of the nodes of a slice."""
+  hosts = hosts_of(settings)
+  selector = {
+    'cloud.google.com/gke-tpu-accelerator': hosts.label,
+    'cloud.google.com/gke-tpu-topology': hosts.shape,
+  }
+  if slices.num_chips(hosts.shape) == 8:  # one host or two: both have the labels above
+    selector['node.kubernetes.io/instance-type'] = hosts.machine
+  if settings['spot']:
+    selector[SPOT] = 'true'
+  return selector | pairs('node_selector', settings['node_selector'])
 
 
 def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, Any]:
@@ -57,17 +72,9 @@ def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, 
   num_slices = settings['num_slices']
   hosts = hosts_of(settings)
   _check(name, settings, job, hosts.count)
-  selector = {
-    'cloud.google.com/gke-tpu-accelerator': hosts.label,
-    'cloud.google.com/gke-tpu-topology': hosts.shape,
-  }
-  if slices.num_chips(hosts.shape) == 8:  # one host or two: both have the labels above
-    selector['node.kubernetes.io/instance-type'] = hosts.machine
   tolerations = [{'key': 'google.com/tpu', 'operator': 'Exists', 'effect': 'NoSchedule'}]
   if settings['spot']:
-    spot = 'cloud.google.com/gke-spot'
-    selector[spot] = 'true'
-    tolerations += [{'key': spot, 'operator': 'Equal', 'value': 'true', 'effect': 'NoSchedule'}]
+    tolerations += [{'key': SPOT, 'operator': 'Equal', 'value': 'true', 'effect': 'NoSchedule'}]
   # With 'tpu,cpu' a pod without its TPU fails. Otherwise JAX would train on the CPU.
   env = {'JAX_PLATFORMS': 'tpu,cpu', **pairs('env', settings['env'])}
   # One replica of the parameters per slice (docs/scale.md), unless the job binds another number.
@@ -77,7 +84,7 @@ def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, 
     'name': name,
     'hosts': hosts.count,
     'preempted': PREEMPTED,
-    'node_selector': selector | pairs('node_selector', settings['node_selector']),
+    'node_selector': node_selector(settings),
     'tolerations': tolerations,
     # Kubernetes expands $(NAME) in arguments and turns $$ into $, so every $ is doubled.
     'args': [argument.replace('$', '$$') for argument in arguments],
@@ -322,12 +329,24 @@ def settings() -> dict[str, Any]:
   return {name: flags.FLAGS[name].value for name in SETTINGS}
 
 
-def define_flags() -> None:
+def define_job_flags() -> None:
+  """Flags of one JobSet."""
   command_line.define_flags()
   training_flags.define_flags()
   define_settings_flags()
   flags.DEFINE_string('name', 'het-plugin', 'Name of the JobSet.')
   flags.DEFINE_string('model_dir', '', 'gs:// folder of the run.')
+
+
+def job_of_flags() -> sweep.Job:
+  values = flags.FLAGS
+  given = command_line.gin_settings()
+  (job,) = sweep.make_jobs(values.model_dir, *given, train_flags=training_flags.given_flags())
+  return job
+
+
+def define_flags() -> None:
+  define_job_flags()
   flags.DEFINE_string('output', None, 'File for the YAML; default: stdout.')
   flags.DEFINE_enum('format', 'jobset', list(RENDERERS), 'What is printed.')
   flags.DEFINE_bool('plan', False, 'Compile the run first; write no job that does not fit.')
@@ -337,9 +356,7 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     values = flags.FLAGS
-    given = command_line.gin_settings()
-    train_flags = training_flags.given_flags()
-    (job,) = sweep.make_jobs(values.model_dir, *given, train_flags=train_flags)
+    job = job_of_flags()
     lines = []
     if values.search and not values.plan:
       raise ValueError('--search has an effect only with --plan')

@@ -1,5 +1,6 @@
 """The supervisor, with small commands."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch import supervise
+from tests.training import elastic_run, toy_run
 from tests.waiting import PATIENT, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -169,3 +171,82 @@ def test_a_folder_has_one_supervisor(tmp_path):
   first.terminate()
   assert first.wait() == 42
   assert json.loads((tmp_path / 'supervisor.json').read_text())['pid'] == first.pid
+
+
+# The number of processes that can run is in a file.
+TWICE_HALVED = """
+import pathlib, sys
+path = pathlib.Path({path!r})
+count = int(path.read_text())
+print('processes', sys.argv[1])
+path.write_text(str(count // 2))
+sys.exit(137 if count > 1 else 0)
+"""
+
+
+def test_a_command_goes_on_with_what_is_left(tmp_path):
+  left = tmp_path / 'left'
+  left.write_text('4')
+  code = TWICE_HALVED.format(path=str(left))
+  command = [sys.executable, '-m', 'launch.supervise', f'--folder={tmp_path}', '--max_failures=0']
+  command += [f'--available=cat {left}', '--', sys.executable, '-c', code]
+  assert subprocess.run([*command, '{n}'], cwd=ROOT).returncode == 0
+  assert re.findall(r'^processes (\d)', log(tmp_path), re.M) == ['4', '2', '1']
+  assert supervise.read_state(tmp_path)['restarts'] == 0
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 2 and 'needs {n} in the command' in done.stderr
+
+
+def of_process(number, text):
+  """Process ids of the process with this number of a run whose command line has the text."""
+  found = []
+  for folder in Path('/proc').glob('[0-9]*'):
+    with contextlib.suppress(OSError):
+      environment = (folder / 'environ').read_text()
+      if text in (folder / 'cmdline').read_text() and f'JAX_PROCESS_ID={number}\0' in environment:
+        found.append(int(folder.name))
+  return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != 'linux', reason='/proc')
+def test_a_run_goes_on_with_fewer_processes_and_more_again(tmp_path):
+  """Of 4 processes with 2 devices each, 2 are killed and come back: with the same examples, and
+  with as many rows on a device at a time, each step has the loss that it has without this.
+  """
+  run = tmp_path / 'run'
+  left = tmp_path / 'left'
+  left.write_text('4')
+  command = [sys.executable, '-m', 'launch.supervise', f'--folder={tmp_path}', '--max_failures=0']
+  command += [f'--available=cat {left}', '--poll_seconds=0.5', '--', sys.executable, '-m']
+  command += ['launch.local', '--processes={n}', '--devices=2', '--end_seconds=1', '--']
+  process = subprocess.Popen(
+    [*command, sys.executable, '-m', 'tests.training.elastic_run', str(run)], cwd=ROOT
+  )
+
+  def step():
+    with contextlib.suppress(OSError, ValueError):  # the last line may be half written
+      return max((row['step'] for row in toy_run.lines(run)), default=0)
+    return 0
+
+  try:
+    wait_for(lambda: step() > 5, 120)
+    left.write_text('2')
+    for number in (2, 3):
+      for pid in of_process(number, str(run)):
+        os.kill(pid, signal.SIGKILL)
+    killed = step()
+    wait_for(lambda: step() > killed + 3, 120)
+    left.write_text('4')
+    assert process.wait(timeout=120) == 0
+  finally:
+    process.kill()
+  assert supervise.read_state(tmp_path)['restarts'] == 0
+  text = log(tmp_path)
+  assert text.count('[supervise] ') == 2
+  toy_run.run(
+    tmp_path / 'whole', total_steps=elastic_run.TOTAL_STEPS, eval_period=elastic_run.TOTAL_STEPS
+  )
+  for name in ('train/loss', 'train/gradient_norm', 'training_eval/toy_eval/loss'):
+    expected = toy_run.series(tmp_path / 'whole', name)
+    assert toy_run.series(run, name) == pytest.approx(expected, abs=1e-5)

@@ -352,13 +352,17 @@ def test_a_full_disk_ends_the_run_soon_and_it_goes_on(tmp_path, uninterrupted, m
 
 
 @pytest.mark.slow
-def test_resuming_on_another_mesh(tmp_path, uninterrupted):
-  """After four steps on 4 x 2 devices, with one row of them and microbatches."""
+@pytest.mark.parametrize('num_devices, num_partitions', [(8, 8), (6, 2)])
+def test_resuming_on_another_mesh(num_devices, num_partitions, tmp_path, uninterrupted):
+  """After four steps on 4 x 2 devices, with one row of them, or with 3 x 2, which do not divide a
+  batch of 16.
+  """
   directory, want = uninterrupted
   shutil.copytree(directory / 'checkpoint_4', tmp_path / 'checkpoint_4')
-  row = partitioning.PjitPartitioner(num_partitions=8)
-  trainer = functools.partial(step_lib.Trainer, num_microbatches=2)
-  _, got = toy_run.run(tmp_path, partitioner=row, trainer_cls=trainer)
+  mesh = partitioning.PjitPartitioner(num_partitions, devices=jax.devices()[:num_devices])
+  microbatches = 2 if num_partitions == 8 else None
+  trainer = functools.partial(step_lib.Trainer, num_microbatches=microbatches)
+  _, got = toy_run.run(tmp_path, partitioner=mesh, trainer_cls=trainer)
   for name in ('train/loss', 'training_eval/toy_eval/loss'):
     expected = {step: x for step, x in series(directory, name).items() if step > 4}
     assert series(tmp_path, name) == pytest.approx(expected, abs=1e-4)
