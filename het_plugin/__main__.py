@@ -1,4 +1,4 @@
-"""het-plugin COMMAND, or python -m het_plugin COMMAND: every main of this package by its name.
+"""het-plugin COMMAND, or python -m het_plugin.COMMAND: every command of this package by its name.
 
     het-plugin train --gin_file=gin/runs/digits_smoke.gin --gin_file=gin/heads/het_xl.gin \\
       --gin.MODEL_DIR="'runs/digits'"
@@ -6,7 +6,6 @@
     source <(het-plugin completion)    # bash completes commands and flags
 """
 
-import ast
 import difflib
 import importlib
 import os
@@ -16,19 +15,20 @@ from pathlib import Path
 import het_plugin
 from het_plugin.system import stopping, versions
 
-_STOPPABLE = ('train', 'quickstart', 'represent', 'probe', 'audit')  # by a signal
+_STOPPABLE = ('train', 'quickstart', 'represent', 'probe', 'noise_test', 'audit')  # by a signal
 
 
 def commands() -> dict[str, str]:
-  """{name: first line of its documentation} of the mains."""
-  files = {path.stem: path.read_text() for path in sorted(Path(__file__).parent.glob('[a-z]*.py'))}
-  mains = {name: text for name, text in files.items() if "__name__ == '__main__'" in text}
-  return {name: ast.get_docstring(ast.parse(text)).splitlines()[0] for name, text in mains.items()}
+  """{name: first line of its documentation} of the commands."""
+  files = sorted((Path(__file__).parent / 'commands').glob('[a-z]*.py'))
+  return {path.stem: path.open().readline().strip().strip('"') for path in files}
 
 
-def main() -> None:
+def main(command: str | None = None) -> None:
+  """Runs the command, or the first word of the command line."""
   known = commands()
-  command = sys.argv[1] if len(sys.argv) > 1 else '--help'
+  words = sys.argv[1:] if command is None else [command, *sys.argv[1:]]
+  command = words[0] if words else '--help'
   if command == '--version':
     print(het_plugin.__version__)
   elif command == 'completion':
@@ -46,7 +46,7 @@ def main() -> None:
     print(f'Error: {command} is not a command: {hint}', file=sys.stderr)
     sys.exit(2)
   else:
-    sys.argv = [f'het-plugin {command}', *sys.argv[2:]]
+    sys.argv = [f'het-plugin {command}', *words[1:]]
     if not sys.flags.safe_path:
       sys.path.append(os.getcwd())  # for modules that gin files import, as with python -m
     if command in _STOPPABLE:
@@ -55,13 +55,13 @@ def main() -> None:
       print(f'Error: {problem}', file=sys.stderr)
       sys.exit(2)
     try:
-      chosen = importlib.import_module(f'het_plugin.{command}')
+      chosen = importlib.import_module(f'het_plugin.commands.{command}')
       from het_plugin.cli import command_line
     except ModuleNotFoundError as error:  # the extra `train` is not installed
       hint = '' if 'pip install' in str(error) else ": pip install 'het_plugin[train]'"
       print(f'Error: {error}{hint}', file=sys.stderr)
       sys.exit(2)
-    command_line.run(chosen.main)
+    command_line.run_command(chosen)
 
 
 if __name__ == '__main__':

@@ -37,6 +37,7 @@ from absl import flags
 
 from het_plugin import reporting
 from het_plugin.cli import command_line, training_flags
+from het_plugin.cli.settings import Gin
 from het_plugin.config import parsing
 from het_plugin.planning import slices
 from launch import processes, sweep
@@ -55,8 +56,8 @@ FAILED = 1
 
 
 def define_flags() -> None:
-  command_line.define_flags()
-  training_flags.define_flags()
+  Gin.define_flags()
+  training_flags.Training.define_flags()
   render.define_settings_flags()
   flags.DEFINE_enum('executor', 'local', EXECUTORS, 'Where the jobs run.')
   flags.DEFINE_string('name', 'het-plugin', 'Name of the experiment and of JobSets.')

@@ -26,12 +26,13 @@ from pathlib import Path
 from absl import flags
 
 from het_plugin.cli import command_line
+from het_plugin.cli.settings import Bindings
 from het_plugin.system import flag_values, run_files
 from studies import study
 
 
 def define_flags() -> None:
-  command_line.define_binding_flags()
+  Bindings.define_flags()
   flags.FLAGS.set_default('allow_imports', ['studies'])  # of its own runs
   flags.DEFINE_bool('list', False, 'Prints the names of the ablations.')
   flags.DEFINE_string(

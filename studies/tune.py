@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from absl import flags, logging
 
 from het_plugin.cli import command_line
+from het_plugin.cli.settings import Gin
 from het_plugin.experiments import trainings
 from het_plugin.system import run_files
 from het_plugin.training import compilation_cache
@@ -33,7 +34,7 @@ _OF_SEARCHES = {'grid': 'grid', 'rounds': 'bayesian', 'trials_per_round': 'bayes
 
 
 def define_flags() -> None:
-  command_line.define_flags()
+  Gin.define_flags()
   flags.DEFINE_string(
     'run', RUN, 'The gin file of the run; it includes studies/temperature/gin/temperature.gin.'
   )

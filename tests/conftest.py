@@ -118,7 +118,7 @@ def _parsed_flags(main, *arguments):
   from het_plugin.cli import command_line
 
   before = set(flags.FLAGS)
-  main.define_flags()
+  getattr(main, 'Settings', main).define_flags()
   try:
     yield flags.FLAGS(command_line.rewrite_flags(['main', *map(str, arguments)]))
   finally:
@@ -156,19 +156,26 @@ def parsed_flags():
 
 @pytest.fixture
 def run_main(capsys):
-  """Runs a main in this process as a user would: run_main(module, *arguments) returns what it
+  """Runs a command in this process as a user would: run_main(module, *arguments) returns what it
   printed; with code=2, its one line on stderr. Flags and gin are as before afterwards.
   """
   import gin
+  from het_plugin.cli import command_line
+
+  def call(module, argv):
+    if hasattr(module, 'main'):
+      module.main(argv)
+    else:
+      command_line.call_command(module, argv)
 
   def run(module, *arguments, code=0):
     with _parsed_flags(module, *arguments) as argv:
       try:
         if not code:
-          module.main(argv)
+          call(module, argv)
           return capsys.readouterr().out
         with pytest.raises(SystemExit) as error:
-          module.main(argv)
+          call(module, argv)
       finally:
         gin.clear_config()
     assert error.value.code == code

@@ -1,17 +1,20 @@
 """Shared by all mains: gin flags as in t5x, one sentence for a wrong setting, logging."""
 
 import contextlib
+import functools
 import math
 import os
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 from absl import app, flags, logging
 
 from het_plugin import reporting
-from het_plugin.system import distributed, exit_codes, screen, terminal
+from het_plugin.cli.settings import GinSettings, ReportFolder
+from het_plugin.system import distributed, exit_codes, run_files, screen, terminal
 
 _FLAG_PREFIX = '--gin.'
 _OUT_OF_MEMORY = re.compile('RESOURCE_EXHAUSTED')
@@ -27,35 +30,12 @@ _HELP = {'--help', '-h', '-help', '--helpshort', '--helpfull'}
 _WRITTEN = ('csv', 'html', 'json', 'png', 'suggest')  # flags that name a file of results
 _REPLACED = (*_WRITTEN, 'output', 'output_dir', 'write_pred_probs')
 # Modules whose flags --help shows.
-_SHARED = ('het_plugin.cli.command_line', 'het_plugin.system')  # after those of the command
+_SHARED = ('het_plugin.cli.settings', 'het_plugin.system')  # after those of the command
 _OURS = ('het_plugin', 'launch', 'benchmarks', 'studies', '__main__')
 
 
-def define_flags() -> None:
-  """Flags of mains that read gin files: --gin_file, --gin_search_paths, and --gin.NAME=VALUE."""
-  flags.DEFINE_multi_string('gin_file', [], 'A gin file. Repeatable; later files win.')
-  define_binding_flags()
-
-
-def define_binding_flags() -> None:
-  """The flags of `define_flags` without --gin_file, for a main that finds its files itself."""
-  flags.DEFINE_multi_string(
-    'gin_bindings',
-    [],
-    'A binding after the gin files, NAME=VALUE; usually written --gin.NAME=VALUE. Put quotes '
-    """around text: --gin.MODEL_DIR="'runs/x'". Repeatable.""",
-  )
-  flags.DEFINE_list('gin_search_paths', ['.'], 'Folders to search for gin files.')
-  flags.DEFINE_list(
-    'allow_imports',
-    [],
-    'Packages that config.gin of an opened run may import, in addition to het_plugin. Importing '
-    'runs their code.',
-  )
-
-
-def gin_settings() -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
-  """The values of the flags of `define_flags`: files, bindings and search paths."""
+def gin_settings() -> GinSettings:
+  """The values of the flags of `cli.settings.Gin`: files, bindings and search paths."""
   values = flags.FLAGS
   return values.gin_file, values.gin_bindings, values.gin_search_paths
 
@@ -64,22 +44,6 @@ def check_unused(names: Sequence[str], beside: str) -> None:
   """Raises ValueError if one of the flags is given, which have no effect beside something else."""
   if given := [name for name in names if flags.FLAGS[name].present]:
     raise ValueError(f'--{given[0]} has no effect on {beside}')
-
-
-def check_rows_flags(of_files: Sequence[str], of_checkpoint: Sequence[str]) -> None:
-  """Raises ValueError unless there is either --train, or --checkpoint and --dataset.
-
-  `of_files` are the flags that cannot go with --checkpoint, `of_checkpoint` those that need it.
-  """
-  F = flags.FLAGS
-  files = [name for name in of_files if F[name].value]
-  if files and F.checkpoint:
-    raise ValueError(f'--{files[0]} and --checkpoint cannot go together: set one of them')
-  if not (F.train or F.checkpoint and F.dataset):
-    raise ValueError('--train is needed, or --checkpoint and --dataset')
-  of_checkpoint = [*of_checkpoint, 'gin_file', 'gin_bindings']
-  if F.train and (given := [name for name in of_checkpoint if F[name].present]):
-    raise ValueError(f'--{given[0]} is for --checkpoint, whose representations are computed here')
 
 
 def rewrite_flags(argv: Sequence[str]) -> list[str]:
@@ -183,12 +147,12 @@ def _sentence(error: Exception) -> str | None:
   return None
 
 
-def help_text(main: Callable[[Sequence[str]], None]) -> str:
-  """The text of --help: docstring of the main's module, exit codes, all flags of this project."""
+def help_text(documentation: str) -> str:
+  """The text of --help: documentation of the command, exit codes, all flags of this project."""
   defined = flags.FLAGS.flags_by_module_dict()
   own_first = sorted(defined, key=lambda module: module.startswith(_SHARED))
   ours = [m for m in own_first if m == sys.argv[0] or m.split('.')[0] in _OURS]
-  lines = [sys.modules[main.__module__].__doc__ or '']
+  lines = [documentation]
   if 'Exit codes' not in lines[0]:
     lines.append('Exit codes: 0 done; 2 a setting is wrong.\n')
   for flag in [flag for module in ours for flag in defined[module]]:
@@ -202,12 +166,41 @@ def help_text(main: Callable[[Sequence[str]], None]) -> str:
 
 
 def run(main: Callable[[Sequence[str]], None]) -> None:
-  """Runs the `main` of a module, with the flags of its `define_flags` and of all mains."""
-  sys.modules[main.__module__].define_flags()
+  """Runs the `main` of a script, with the flags of its `define_flags` and of all mains."""
+  module = sys.modules[main.__module__]
+  _start(main, module.define_flags, module.__doc__ or '')
+
+
+def run_command(command: ModuleType) -> None:
+  """Runs a module of `het_plugin.commands` with the flags of its `Settings`."""
+  call = functools.partial(call_command, command)
+  _start(call, command.Settings.define_flags, command.__doc__ or '')
+
+
+def call_command(command: ModuleType, argv: Sequence[str]) -> None:
+  """Calls a module of `het_plugin.commands`, whose flags are parsed, and writes its report."""
+  kind = command.Settings
+  with one_sentence_errors(() if kind.takes_words else argv):
+    given = kind.parsed(argv[1:])
+    folder = None
+    if isinstance(given, ReportFolder) and given.output_dir:
+      folder = run_files.local_folder('output_dir', given.output_dir)
+    report = command.run(given)
+    if report is not None:
+      places = {name: getattr(given, name, None) for name in ('json', 'png', 'html')}
+      others = given.chosen(*report.writers)
+      name = kind.__module__.rpartition('.')[2]
+      report.write(f'het_plugin.{name}', output_dir=folder, others=others, **places)
+
+
+def _start(
+  main: Callable[[Sequence[str]], None], define_flags: Callable[[], None], documentation: str
+) -> None:
+  define_flags()
   screen.define_flags()
   if _HELP & set(sys.argv[1:]):
     with one_sentence_errors():
-      print(help_text(main), flush=True)
+      print(help_text(documentation), flush=True)
     sys.exit(0)
   if _unknown(sys.argv[1:]):  # JAX's, whose import takes half a second, or wrong
     import jax

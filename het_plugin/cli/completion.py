@@ -21,7 +21,7 @@ complete -o default -F _het_plugin het-plugin
 
 
 def script(names: Iterable[str]) -> str:
-  """The script for mains of these names; imports all of them, which takes seconds."""
+  """The script for commands of these names; imports all of them, which takes seconds."""
   names = list(names)
   with screen.without_native_lines():
     cases = [f'    *\\ {name}) words="{" ".join(_flags_of(name))}" ;;' for name in names]
@@ -29,11 +29,11 @@ def script(names: Iterable[str]) -> str:
 
 
 def _flags_of(name):
-  main = importlib.import_module(f'het_plugin.{name}')
+  command = importlib.import_module(f'het_plugin.commands.{name}')
   before = set(flags.FLAGS)
-  main.define_flags()
+  command.Settings.define_flags()
   own = sorted(set(flags.FLAGS) - before)
   words = [f'--{flag}' + '=' * (not flags.FLAGS[flag].boolean) for flag in own]
-  for flag in own:  # the next main may define flags of the same names
+  for flag in own:  # the next command may define flags of the same names
     delattr(flags.FLAGS, flag)
   return [*words, '--help']

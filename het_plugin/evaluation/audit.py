@@ -2,7 +2,8 @@
 
 import csv
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,24 +72,21 @@ class Listed(Sequence):
     return listed
 
 
-def write_csv(path: str, listed: Sequence[Mapping[str, Any]]) -> None:
-  """Writes the rows of an audit, a line each."""
-  reporting.write_csv(list(listed[0]), listed, path)
-
-
-def write_suggested(path: str, listed: Listed) -> None:
-  """Writes the rows of an audit with the suggested labels in the place of wrong ones.
+def write_suggested(listed: Listed, path: str) -> None:
+  """Writes the rows of an audit with the suggested labels in the place of wrong ones, and says so.
 
   A .csv file is the labels.csv of the image folder (docs/data.md): a training of this folder then
   takes the suggested labels. Others are files of rows. Weights and annotators of the labels are
   left out: they are those of the labels before.
   """
+  is_wrong = listed.found.kind == 'wrong'
   if str(path).endswith('.csv'):
     _write_table(path, listed)
-    return
-  labels = np.where(listed.found.kind == 'wrong', listed.found.suggested, listed.label)[:, None]
-  given = {'label_weight': None, 'annotator': None}
-  rows_lib.write(path, dataclasses.replace(listed.rows, labels=labels, **given))
+  else:
+    labels = np.where(is_wrong, listed.found.suggested, listed.label)[:, None]
+    given = {'label_weight': None, 'annotator': None}
+    rows_lib.write(path, dataclasses.replace(listed.rows, labels=labels, **given))
+  print(f'\n{path}: {is_wrong.sum():,} of {len(listed):,} labels are suggestions.')
 
 
 TABLE_COLUMNS = ('file', 'label', 'was', 'wrong')
@@ -222,6 +220,10 @@ def report(
     tables=[table for table in tables if table.lines],
     notes=notes,
     draw=lambda: _galleries(listed, examples, shown) if examples and examples.are_images else {},
+    writers={
+      'csv': functools.partial(reporting.write_csv, list(listed[0]), listed),
+      'suggest': functools.partial(write_suggested, listed),
+    },
     json={
       'head': head,
       'rounds': chosen,

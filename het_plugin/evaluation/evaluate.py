@@ -86,7 +86,9 @@ def evaluate(
         opened.append(evaluate_rows(name, source, rows))
     else:
       opened.append(runs.configuration(source, *gin_settings))
-  settings = fitted(settings, [x for x in opened if isinstance(x, Configuration)])
+  if configs := [x for x in opened if isinstance(x, Configuration)]:
+    task, split = task_and_split(settings.dataset, settings.split, configs)
+    settings = dataclasses.replace(settings, dataset=task, split=split)
   evaluations = []
   for name, of in zip(names, opened, strict=True):
     if isinstance(of, Configuration):
@@ -96,27 +98,26 @@ def evaluate(
   return evaluations
 
 
-def fitted(settings: EvaluateSettings, configs: Sequence[Configuration]) -> EvaluateSettings:
-  """The settings with task and split; ValueError if the models do not fit them."""
+def task_and_split(
+  dataset: str | None, split: str | None, configs: Sequence[Configuration]
+) -> tuple[str, str]:
+  """What all runs are evaluated on; ValueError if the models do not fit it."""
   chosen = []
   for config in configs:
-    task = settings.dataset or config.task
+    task = dataset or config.task
     eval_cfg = config.argument('train_eval_dataset_cfg')
-    split = settings.split or getattr(eval_cfg, 'split', 'validation')
     info = data.classification_info(task)
     with naming(f'--dataset={task}'):
       config.argument('model').validate(info)
     class_names.check(f'--dataset={task}', info.class_names, config.class_names)
-    chosen.append((task, split))
+    chosen.append((task, split or getattr(eval_cfg, 'split', 'validation')))
     if chosen[0] != chosen[-1]:
       raise ValueError(
-        f'--checkpoint={config.checkpoint.path} would be evaluated on {task}, split {split}, and '
-        f'{configs[0].checkpoint.path} on {chosen[0][0]}, split {chosen[0][1]}: set --dataset and '
-        '--split'
+        f'--checkpoint={config.checkpoint.path} would be evaluated on {task}, split '
+        f'{chosen[-1][1]}, and {configs[0].checkpoint.path} on {chosen[0][0]}, split '
+        f'{chosen[0][1]}: set --dataset and --split'
       )
-  if not chosen:
-    return settings
-  return dataclasses.replace(settings, dataset=chosen[0][0], split=chosen[0][1])
+  return chosen[0]
 
 
 def evaluate_rows(name: str, source: str, rows: Rows) -> Evaluation:
@@ -128,7 +129,7 @@ def evaluate_rows(name: str, source: str, rows: Rows) -> Evaluation:
 
 
 def evaluate_run(name: str, run: runs.Run, settings: EvaluateSettings) -> Evaluation:
-  """Evaluates a run on the two splits of `fitted` settings, and its covariance."""
+  """Evaluates a run on the two splits of the settings, and its covariance."""
   info = data.classification_info(settings.dataset)
 
   def predict(title: str, stream: tuple[data.BatchIterator, int], *others: str) -> Iterator[Rows]:

@@ -1,6 +1,6 @@
 """What noise would gain over DET, as a report, of saved representations or of a trained run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,12 @@ from het_plugin.estimators.noise_gain import (
   noise_test,
 )
 from het_plugin.evaluation import probe
+from het_plugin.evaluation.names import short_names
 from het_plugin.measures import uncertainty, votes
 
 if TYPE_CHECKING:
   from het_plugin.runs import Run
+  from het_plugin.runs.opening import GinSettings
 
 
 def of_rows(source: probe.FileOrArrays, target: str, **settings: Any) -> reporting.Report:
@@ -71,12 +73,54 @@ def of_run(run: 'Run', task: str, split: str, **settings: Any) -> Result:
   return noise_test(*given, C=REFIT_C, target=target, location=location, **settings)
 
 
+def of_runs(
+  checkpoints: Sequence[str],
+  gin_settings: 'GinSettings',
+  fits: Mapping[str, Any],
+  *,
+  dataset: str | None,
+  split: str | None,
+  **limits: Any,
+) -> reporting.Report:
+  """The report of the test of trained runs, all on one split; every process calls it.
+
+  Args:
+    checkpoints: directories of runs, or checkpoints in them.
+    gin_settings: go after the configuration of each run.
+    fits: settings of `noise_test`.
+    dataset, split: as in `evaluate.EvaluateSettings`.
+    **limits: batch_size and max_examples of `Run.rows`.
+
+  Raises:
+    ValueError: a run is none of DET, or the split does not fit.
+  """
+  from het_plugin.evaluation import evaluate  # imports what files do not need
+  from het_plugin.runs import configuration
+
+  configs = [configuration(source, *gin_settings) for source in checkpoints]
+  for config in configs:
+    path = config.checkpoint.path
+    if config.checkpoint.step is None:
+      raise ValueError(
+        f'--checkpoint={path} is a published file, whose head is not trained: give its '
+        'representations with --train'
+      )
+    check_run(path, config.argument('model'))
+  task, split = evaluate.task_and_split(dataset, split, configs)
+  found = {
+    name: of_run(config.open(), task, split, **limits, **fits)
+    for name, config in zip(short_names(checkpoints), configs, strict=True)
+  }
+  return make_report(found, f'{task}, split {split}')
+
+
 def check_run(checkpoint: str, model: Any) -> None:
   """Raises a ValueError if the model of a checkpoint is no DET."""
   head = type(getattr(model, 'head', model)).__name__
   if head != 'Det':
     raise ValueError(
-      f'--noise_test is for a model whose head is Det; --checkpoint={checkpoint} has {head}'
+      f'noise_test is for a model whose head is Det; --checkpoint={checkpoint} has {head}: --train '
+      'takes its representations'
     )
 
 

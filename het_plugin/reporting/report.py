@@ -83,6 +83,8 @@ class Report:
   notes: Sequence[str] = ()  # lines below the tables
   # makes the plots, {file name: figure}; called only if they are wanted
   draw: Callable[[], Mapping[str, Figure | Gallery]] = dict
+  # {flag: writes the file that it names}, after the report
+  writers: Mapping[str, Callable[[str], None]] = dataclasses.field(default_factory=dict)
   # {name: gin text}, shown folded
   configs: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -116,6 +118,7 @@ class Report:
     png: str | None = None,
     html: str | None = None,
     output_dir: str | Path | None = None,
+    others: Mapping[str, str | None] | None = None,
   ) -> None:
     """Prints the text and writes the files whose paths are given; only process 0 does.
 
@@ -125,6 +128,7 @@ class Report:
       png: path of the first plot.
       html: path of the page.
       output_dir: folder of results.json, results.txt, index.html and all plots.
+      others: {flag: path} of `writers`.
     """
     import jax  # slow: pages and tables need none
 
@@ -136,8 +140,15 @@ class Report:
       write_json(self.json, path)
     if folder:
       _replace(folder / 'results.txt', f'{self.text()}\n'.encode())
-    if not (png or html or folder):
-      return
+    if png or html or folder:
+      self._write_plots(program, png, html, folder)
+    for flag, path in (others or {}).items():
+      if path:
+        self.writers[flag](path)
+
+  def _write_plots(
+    self, program: str, png: str | None, html: str | None, folder: Path | None
+  ) -> None:
     try:
       figures = self.draw()
     except Exception:

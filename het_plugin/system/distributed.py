@@ -20,8 +20,6 @@ import traceback
 from collections.abc import Generator, Mapping
 from typing import TypedDict
 
-from absl import flags
-
 from het_plugin.system import exit_codes, stopping
 
 _log = logging.getLogger(__name__)
@@ -42,32 +40,22 @@ class ProcessGroup(TypedDict, total=False):
   cluster_detection_method: str
 
 
-def define_flags() -> None:
-  """Flags of the mains that run as several processes."""
-  flags.DEFINE_integer(
-    'heartbeat_timeout_seconds',
-    100,
-    'With several processes: how long one may be silent before the others end.',
-    lower_bound=1,
-  )
-  flags.DEFINE_integer(
-    'initialization_timeout_seconds',
-    300,
-    'With several processes: how long they wait for each other at the start.',
-    lower_bound=1,
-  )
-
-
-def initialize() -> None:
-  """Joins the other processes, if there are any, within the time that the flags set.
+def initialize(
+  initialization_timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 100
+) -> None:
+  """Joins the other processes, if there are any.
 
   Call this before any computation. If the others do not come in time, the process ends with one
   line and the exit code `exit_codes.LOST`.
 
+  Args:
+    initialization_timeout_seconds: how long the processes wait for each other at the start.
+    heartbeat_timeout_seconds: how long one may be silent before the others end.
+
   Raises:
     ValueError: a variable is wrong, or the announced processes cannot be found.
   """
-  import jax  # slow: the flags need none
+  import jax  # slow: --help needs none
 
   if jax.distributed.is_initialized():
     return
@@ -82,7 +70,7 @@ def initialize() -> None:
     place := cluster(os.environ, jax.config.values['jax_platforms'])
   ):
     return
-  seconds = flags.FLAGS.initialization_timeout_seconds
+  seconds = initialization_timeout_seconds
   _log.info('Waiting for the other processes (%s), at most %d s.', place, seconds)
   timer = threading.Timer(seconds, _give_up, (place, seconds))
   timer.daemon = True
@@ -91,7 +79,7 @@ def initialize() -> None:
     jax.distributed.initialize(
       **(settings or ProcessGroup()),
       initialization_timeout=seconds + _JAX_EXTRA_SECONDS,
-      heartbeat_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds,
+      heartbeat_timeout_seconds=heartbeat_timeout_seconds,
     )
   except (RuntimeError, ValueError, KeyError) as error:
     reason = str(error).rstrip('.')

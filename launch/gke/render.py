@@ -34,6 +34,7 @@ import yaml
 from absl import flags
 
 from het_plugin.cli import command_line, training_flags
+from het_plugin.cli.settings import Gin
 from het_plugin.planning import report, search, slices, worker
 from launch import sweep
 from launch.processes import PREEMPTED
@@ -331,8 +332,8 @@ def settings() -> dict[str, Any]:
 
 def define_job_flags() -> None:
   """Flags of one JobSet."""
-  command_line.define_flags()
-  training_flags.define_flags()
+  Gin.define_flags()
+  training_flags.Training.define_flags()
   define_settings_flags()
   flags.DEFINE_string('name', 'het-plugin', 'Name of the JobSet.')
   flags.DEFINE_string('model_dir', '', 'gs:// folder of the run.')

@@ -117,7 +117,7 @@ def test_what_a_module_sows_as_losses_is_added_to_the_loss_in_training():
 
 @pytest.mark.slow
 def test_it_trains_bound_by_one_line_of_gin(run_main, tmp_path):
-  from het_plugin import train
+  from het_plugin.commands import train
 
   run = tmp_path / 'run'
   run_main(

@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 
 import gin
-from het_plugin import train as main
+from het_plugin.commands import train as main
 from het_plugin.config import changes as config_changes
 from het_plugin.config import parsing, registry, statements
 from het_plugin.config.changes import changes

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin import export, predict, runs
+from het_plugin import runs
+from het_plugin.commands import export, predict
 from het_plugin.config import foreign, parsing, registry
 
 IMPORT = 'import het_plugin.config\n'

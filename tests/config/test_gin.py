@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin import data, evaluate, heads, models, status, train
+from het_plugin import data, heads, models
 from het_plugin.cli import command_line
+from het_plugin.commands import evaluate, status, train
 from het_plugin.config import parsing
 from het_plugin.evaluation import actions, prompts
 from het_plugin.system import exit_codes

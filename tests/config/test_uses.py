@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 import gin
-from het_plugin import quickstart, train
+from het_plugin.commands import quickstart, train
 from het_plugin.config import parsing, registry, statements, uses
 
 GIN = pathlib.Path(__file__).parents[2] / 'gin'

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from het_plugin import probe as probe_main
+from het_plugin.commands import noise_test as noise_test_command
 from het_plugin.estimators.first_order import FirstOrder
 from het_plugin.estimators.noise_gain import HIDDEN, noise_test
 
@@ -116,16 +116,16 @@ def test_the_main_and_its_errors(tmp_path, run_main):
   np.savez(tmp_path / 'rows.npz', features=x, label=y)
   train = f'--train={tmp_path}/rows.npz'
   flags = '--folds=2', '--num_factors=2', f'--json={tmp_path}/out.json'
-  printed = run_main(probe_main, train, '--noise_test', *flags)
+  printed = run_main(noise_test_command, train, *flags)
   rows = json.loads((tmp_path / 'out.json').read_text())
   assert [row['head'] for row in rows] == ['het', 'het_h', 'het_xl', HIDDEN]
   gain = next(row['gain'] for row in rows if row['head'] == 'het_xl')
   assert f'HET-XL would gain {gain:.4f} ± ' in printed
   for flag, message in {
-    '--C_noise=1': '--C_noise has no effect on --noise_test',
-    '--C=1,2': '--C=1,2: --noise_test takes one value',
+    '--split=test': '--split has no effect on --train',
+    '--heads=det': '--heads=det must be of het, het_h, het_xl',
   }.items():
-    assert message in run_main(probe_main, train, '--noise_test', flag, code=2)
+    assert message in run_main(noise_test_command, train, flag, code=2)
   for changes, message in (({'heads': ['det']}, "'det'"), ({'folds': 4001}, 'folds=4001')):
     with pytest.raises(ValueError, match=message):
       noise_test(x, y, progress=False, **changes)

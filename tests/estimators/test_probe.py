@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
-from het_plugin import probe as probe_main
 from het_plugin import reporting
+from het_plugin.commands import probe as probe_main
 from het_plugin.estimators import DetClassifier, lbfgs
 from het_plugin.estimators.probe import choose
 from het_plugin.evaluation import probe

@@ -418,7 +418,7 @@ def test_float64_and_any_mix_of_dtypes(name, link, method, num_samples):
 def test_an_export_takes_any_batch_size(name, link, method, num_samples):
   """`jax.export` with a symbolic B, of what a served model computes, and of the loss.
 
-  tests/test_serve.py has predictions by samples.
+  tests/commands/test_serve.py has predictions by samples.
   """
   head = HEADS[name].clone(link=link, temperature=LearnedTemperature())
   params = init(head)

@@ -310,8 +310,7 @@ def test_two_processes_fine_tune_a_candidate_and_select(alone, tmp_path):
   process = start(
     sys.executable,
     '-m',
-    'het_plugin.select',
-    'finetune',
+    'het_plugin.finetune',
     f'--checkpoint={alone[0]}',
     '--split=test',
     '--batch_size=64',

@@ -85,7 +85,7 @@ def test_a_place_that_cannot_be_written_to_ends_it_before_a_run(tmp_path, monkey
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_like_one_that_is_not(tmp_path):
-  """One process with two devices and one kill; tests/test_train.py sends SIGTERM.
+  """One process with two devices and one kill; tests/commands/test_train.py sends SIGTERM.
 
   Of two samples, too few for a fit, which takes most of the time to compile. Of 12 steps, not 24.
   """

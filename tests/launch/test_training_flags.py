@@ -3,8 +3,8 @@
 import pytest
 from absl import flags
 
-from het_plugin import train
 from het_plugin.cli import training_flags
+from het_plugin.commands import train
 from launch import xm_launch
 from launch.gke import render
 

@@ -9,7 +9,7 @@ from unittest import mock
 import jax
 import pytest
 
-from het_plugin import plan as main
+from het_plugin.commands import plan as main
 from het_plugin.integrate import proposal
 from het_plugin.planning import report, search, step, topology, worker
 from het_plugin.planning.worker import Request

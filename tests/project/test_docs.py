@@ -2,6 +2,7 @@
 flags, bindings), and examples run.
 """
 
+import dataclasses
 import functools
 import importlib
 import os
@@ -14,6 +15,7 @@ import pytest
 
 import gin
 import studies
+from het_plugin import __main__ as front
 from het_plugin.config import registry
 from studies import study
 
@@ -65,19 +67,35 @@ def test_paths_exist(page):
 
 @functools.cache
 def defined_flags(main):
-  """Flags that a main and the modules that it imports define, by their source text."""
+  """Flags of a command; of a script those that it and what it imports define, by their text."""
   text = (ROOT / main).read_text()
   if main.endswith('.sh'):  # whose arguments after -- are training's
     own = re.findall(r'--(\w+)(?:=\*)?(?: \||\))', text)
     return {*own} | defined_flags('het_plugin/train.py')
-  flags = {'verbosity', 'help'}
+  flags = {'verbosity', 'verbose', 'help'}
+  if main.startswith('het_plugin/'):
+    return flags | flags_of(f'het_plugin.commands.{Path(main).stem}', 'Settings')
+  for kind in re.findall(r'(\w+)\.define_flags\(\)', text):
+    module = re.search(rf'^from ([\w.]+) import .*\b{kind}\b', text, re.M)
+    if module and module[1] == 'het_plugin.cli.settings':
+      flags |= flags_of(module[1], kind)
+  if 'training_flags.Training' in text:
+    flags |= flags_of('het_plugin.cli.training_flags', 'Training')
   flags |= set(re.findall(r"(?:flags\.DEFINE_\w+\(|\.add_argument\()\s*'(?:--)?(\w+)'", text))
   for module, names in re.findall(r'^from ([\w.]+) import (\([^)]*\)|.*)', text, re.M):
     for name in ('', *re.findall(r'\w+', names)):
       path = '/'.join(filter(None, (*module.split('.'), name))) + '.py'
-      if (ROOT / path).is_file() and 'flags' in (ROOT / path).read_text():
+      is_script = (ROOT / path).is_file() and not path.startswith('het_plugin/')
+      if is_script and 'flags' in (ROOT / path).read_text():
         flags |= defined_flags(path)
   return flags
+
+
+def flags_of(module, name):
+  """Flags of a dataclass of settings: its fields, noNAME of those that are true or false."""
+  settings = getattr(importlib.import_module(module), name)
+  fields = {field.name: field.default for field in dataclasses.fields(settings)}
+  return {*fields, *settings.aliases, *(f'no{x}' for x, value in fields.items() if value is True)}
 
 
 def main_of(command):
@@ -115,8 +133,9 @@ def test_flags_exist(page):
 
 @pages
 def test_flags_in_the_text_are_flags_of_a_main(page):
-  folders = ('het_plugin', 'benchmarks', 'launch', 'launch/gke', 'studies', *STUDIES)
+  folders = ('benchmarks', 'launch', 'launch/gke', 'studies', *STUDIES)
   mains = [f'{name}/{path.name}' for name in folders for path in (ROOT / name).glob('*.py')]
+  mains += [f'het_plugin/{name}.py' for name in front.commands()]
   mains.append('launch/tpu_vm.sh')
   unknown = set(re.findall(r'`--(\w+)(?![\w.-])', page.read_text()))
   unknown -= set().union(*map(defined_flags, mains))

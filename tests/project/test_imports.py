@@ -77,7 +77,7 @@ BELOW = {
   },
 }
 PORTABLE = {'integrate', 'heads', 'backbones'}  # need jax, flax and numpy only
-KNOW_GIN = {'config', 'runs', 'planning', 'hosts', 'experiments', 'mains'}
+KNOW_GIN = {'commands', 'config', 'runs', 'planning', 'hosts', 'experiments'}
 
 FILES = sorted(PACKAGE.rglob('*.py'))
 
@@ -121,11 +121,15 @@ def users(package):
 
 
 def test_rooms_import_those_below_only():
-  assert {path.parent.name for path in PACKAGE.glob('*/__init__.py')} - {'gin'} == set(BELOW)
+  assert {path.parent.name for path in PACKAGE.glob('*/__init__.py')} - {'gin'} == {
+    *BELOW,
+    'commands',
+  }
   for path, imported in OURS.items():
     room = room_of(path)
     for other in {room_of(file) for file in imported if file != PACKAGE / '__init__.py'}:
-      assert other == room or room == 'mains' or other in BELOW[room], f'{path} imports {other}'
+      is_below = room in ('commands', 'mains') or other in BELOW[room]
+      assert other == room or is_below, f'{path} imports {other}'
 
 
 def test_no_file_imports_itself_through_others():
@@ -173,10 +177,11 @@ def test_hosts_alone_know_a_host():
   assert users('kauldron') and users('t5x')
 
 
-def test_the_root_holds_mains():
-  for path in PACKAGE.glob('*.py'):
-    if path.name not in ('__init__.py', 'nnx.py'):
-      assert "if __name__ == '__main__'" in path.read_text(), path
+def test_the_root_holds_names_of_commands():
+  names = {path.stem for path in PACKAGE.glob('commands/[a-z]*.py')}
+  assert {path.stem for path in PACKAGE.glob('*.py')} == names | {'__init__', '__main__', 'nnx'}
+  for name in names:
+    assert f"main('{name}')" in (PACKAGE / f'{name}.py').read_text()
 
 
 def test_the_gin_tree_is_no_package():
@@ -233,7 +238,7 @@ def test_the_package_itself_is_imported_at_once():
 )
 def test_help_and_the_state_of_a_run_need_no_jax(modules):
   found = run(
-    f'import sys, het_plugin.{modules}\n'
+    f'import sys, het_plugin.commands.{modules}\n'
     'from het_plugin import reporting\n'
     'print(*[reporting.Report.__name__], *{"jax", "gin", "tensorflow"} & set(sys.modules))'
   )

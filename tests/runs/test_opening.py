@@ -7,8 +7,8 @@ from flax import traverse_util
 
 import gin
 from het_plugin import estimators, heads, runs, weights
+from het_plugin.commands import finetune
 from het_plugin.config import parsing, registry
-from het_plugin.experiments import finetune
 from het_plugin.hosts.t5x import conversion
 from het_plugin.runs import opening
 from het_plugin.runs.starting import train_from_gin

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from het_plugin import fewshot, probe, rows, runs, weights
+from het_plugin import rows, runs, weights
+from het_plugin.commands import fewshot, probe
 from het_plugin.runs.sources import open_source
 
 

@@ -74,12 +74,12 @@ def test_clusters(environment, platforms, expected):
 
 
 JOIN = """
-from het_plugin.system import distributed
 from het_plugin.cli import command_line
+from het_plugin.cli.settings import Processes
+define_flags = Processes.define_flags
 def main(argv):
   with command_line.one_sentence_errors():
-    distributed.initialize()
-define_flags = distributed.define_flags
+    Processes.parsed().join()
 command_line.run(main)
 """
 
@@ -129,13 +129,13 @@ def test_a_cluster_that_jax_does_not_know_is_one_sentence():
 FAULTY = """
 import os, signal, sys, time
 from absl import flags
-from het_plugin.system import distributed
 from het_plugin.cli import command_line
+from het_plugin.cli.settings import Processes
 def main(argv):
   import jax, numpy as np
   from jax.experimental import multihost_utils
   with command_line.one_sentence_errors():
-    distributed.initialize()
+    Processes.parsed().join()
     multihost_utils.process_allgather(np.ones(1))
     if jax.process_index() == flags.FLAGS.culprit:
       if flags.FLAGS.fault == 'raise':
@@ -146,7 +146,7 @@ def main(argv):
 def define_flags():
   flags.DEFINE_string('fault', '', '')
   flags.DEFINE_integer('culprit', 1, '')
-  distributed.define_flags()
+  Processes.define_flags()
 command_line.run(main)
 """
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from het_plugin import fewshot, runs, weights, zeroshot
+from het_plugin import runs, weights
 from het_plugin.backbones import ConvNeXt, TextTransformer, ViT, transformer
 from het_plugin.backbones.vit import rotary_2d
+from het_plugin.commands import fewshot, zeroshot
 from het_plugin.weights import towers, transfer
 
 SIZES = {'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}

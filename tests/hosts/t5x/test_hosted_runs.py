@@ -235,7 +235,7 @@ def test_det_starts_het_xl(theirs):
 
 
 def test_eval_and_infer_agree_with_our_evaluation(theirs, run_main, tmp_path):
-  from het_plugin import evaluate
+  from het_plugin.commands import evaluate
 
   folder, _ = theirs
   (line,) = (folder / 'eval/inference_eval/digits-metrics.jsonl').read_text().splitlines()

@@ -1,7 +1,9 @@
-"""Weight averages of checkpoints: the uniform and the greedy soup of Wortsman et al. 2022
-(https://arxiv.org/abs/2203.05482, recipe 1), and their evaluation on a validation split.
+"""Averages the parameters of checkpoints: the uniform and the greedy soup, as two runs.
 
-A soup costs one model at prediction, where an ensemble costs one per member. It works for
+    python -m het_plugin.soup --checkpoint=runs/a,runs/b --output_dir=runs/soup
+
+Of Wortsman et al. 2022 (https://arxiv.org/abs/2203.05482, recipe 1), evaluated on a validation
+split. A soup costs one model at prediction, where an ensemble costs one per member. It works for
 checkpoints that were fine-tuned from the same parameters; averages of runs from different
 initialisations predict no better than chance.
 """
@@ -17,9 +19,10 @@ from etils import epath
 from flax import core, traverse_util
 
 from het_plugin import data, reporting, runs
-from het_plugin.evaluation.candidates import candidate_names
+from het_plugin.cli.settings import Gin, Processes, Repeated
+from het_plugin.evaluation.candidates import candidate_names, split_sources
 from het_plugin.measures import uncertainty
-from het_plugin.runs.opening import GinSettings
+from het_plugin.system.ranges import Count
 from het_plugin.training import checkpoint_reader, checkpoints, class_names
 from het_plugin.training.state import TrainState
 
@@ -48,33 +51,45 @@ def greedy_soup(
   return members
 
 
-def soup(
-  gin_settings: GinSettings,
-  *,
-  checkpoint: Sequence[str],
-  names: Sequence[str] | None,
-  dataset: str | None,
-  split: str,
-  batch_size: int,
-  output_dir: str | None,
-) -> reporting.Report:
-  """The uniform and the greedy soup beside the best single candidate.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Gin, Processes):
+  """What is averaged, and what chooses.
 
-  Args:
-    gin_settings: go after the configuration of the first candidate, whose model and mesh are used.
-    dataset, split: the data that choose the members, by precision@1; None for the run's task.
-    output_dir: gets a run `uniform` and a run `greedy`, which every main opens.
-
-  Raises:
-    ValueError: a setting is wrong, or the parameters of two candidates differ in name or shape.
+  Attributes:
+    checkpoint: Runs or checkpoints, separated by commas; repeatable. The first one's model and mesh
+      are used.
+    names: Names of the candidates. Default: the parts in which their paths differ.
+    dataset: A task. Default: the task of the first run.
+    split: Split that chooses the members, by precision@1.
+    batch_size: Global batch.
+    output_dir: Gets a run `uniform` and a run `greedy`, which every command opens.
+    json: Where to write the results as JSON.
+    html: Where to write table and command as a page.
   """
-  names = candidate_names(names, checkpoint, flag='checkpoint')
+
+  checkpoint: Repeated[str] = ()
+  names: tuple[str, ...] | None = None
+  dataset: str | None = None
+  split: str = 'validation'
+  batch_size: Count = 256
+  output_dir: str | None = None
+  json: str | None = None
+  html: str | None = None
+
+
+def run(settings: Settings) -> reporting.Report:
+  """The uniform and the greedy soup beside the best single candidate."""
+  checkpoint = [source for text in settings.checkpoint for source in split_sources(text)]
+  output_dir = settings.output_dir
+  split = settings.split
+  names = candidate_names(settings.names, checkpoint, flag='checkpoint')
   if not output_dir:
     raise ValueError('--output_dir is not set: name the folder for the soups')
   folders = {name: epath.Path(output_dir) / name for name in (GREEDY, UNIFORM)}
   for folder in folders.values():
     if checkpoint_reader.steps(folder):
       raise ValueError(f'{folder} holds a checkpoint already: take another --output_dir')
+  settings.join()
   found = [runs.Checkpoint.find(source) for source in checkpoint]
   for source in found:
     if source.step is None:
@@ -82,33 +97,33 @@ def soup(
         f'--checkpoint={source.path} is a published file, whose head is not trained: give the '
         'directory of a run'
       )
-  config = runs.configuration(found[0], *gin_settings)
-  run = config.open()
+  config = runs.configuration(found[0], *settings.gin)
+  opened = config.open()
   for source, other in zip(checkpoint[1:], found[1:], strict=True):
-    _check_like(checkpoint[0], config, source, runs.configuration(other, *gin_settings))
-    class_names.check(f'--checkpoint={source}', other.class_names, run.class_names)
-  task = dataset or run.task
+    _check_like(checkpoint[0], config, source, runs.configuration(other, *settings.gin))
+    class_names.check(f'--checkpoint={source}', other.class_names, opened.class_names)
+  task = settings.dataset or opened.task
   info = data.classification_info(task)
-  run.model.validate(info)
-  class_names.check(f'--dataset={task}', info.class_names, run.class_names)
+  opened.model.validate(info)
+  class_names.check(f'--dataset={task}', info.class_names, opened.class_names)
 
   def score_of(params: PyTree) -> dict[str, float]:
-    averaged = dataclasses.replace(run, params=params)
-    settings = {'task': task, 'name': f'--split={split}', 'batch_size': batch_size}
-    with run.open_split(split, **settings) as (batches, _):
-      parts = averaged.stream(batches, ('log_prob',), batch_size)
+    averaged = dataclasses.replace(opened, params=params)
+    what = {'task': task, 'name': f'--split={split}', 'batch_size': settings.batch_size}
+    with opened.open_split(split, **what) as (batches, _):
+      parts = averaged.stream(batches, ('log_prob',), settings.batch_size)
       scored = [uncertainty.score_examples(**part.labelled, ks=(1,)) for part in parts]
     scores = uncertainty.concatenate(scored)
     return {'nll': float(scores.nll.mean()), SCORE: float(scores.precision[1].mean())}
 
   target = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run.params
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), opened.params
   )
   target = traverse_util.flatten_dict(target, sep='/')
   ema = config.evaluates_ema
 
   def read(candidate: int) -> PyTree:
-    params = found[candidate].params_to(target, run.model, ema)
+    params = found[candidate].params_to(target, opened.model, ema)
     return traverse_util.unflatten_dict(params, sep='/')
 
   # Holds the greedy soup so far and the last one tried, so that a trial reads one checkpoint.
@@ -128,7 +143,7 @@ def soup(
   for name, some in soups.items():
     params = average(*some)
     rows.append({'candidate': f'{name} soup', 'num_members': len(some), **score_of(params)})
-    _write_run(folders[name], run, params, found[0].config.read_text(), ema)
+    _write_run(folders[name], opened, params, found[0].config.read_text(), ema)
   titles = [f'best single: {names[best]}', *names]
   for title, scores in zip(titles, [alone[best], *alone], strict=True):
     rows.append({'candidate': title, 'num_members': 1, **scores})

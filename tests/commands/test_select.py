@@ -9,7 +9,7 @@ from scipy import special
 from sklearn.datasets import load_digits
 
 from het_plugin import rows as rows_lib
-from het_plugin import select
+from het_plugin.commands import select
 from het_plugin.measures import few_shot, rankme
 
 NOISE = {'good': 0.0, 'fair': 4.0, 'poor': 12.0}  # of pixels, in 0 .. 16
@@ -158,7 +158,7 @@ def test_ensemble_beside_the_best_and_the_average(runs, run):
     ([], 'knn, rank, ensemble'),
     (['knn'], '--train is not set'),
     (['knn', '--shots=1'], '--shots has no effect on knn: rank'),
-    (['soup', '--png=x.png'], '--png has no effect on soup'),
+    (['soup'], 'soup and finetune are commands of their own'),
     (['knn', '--train=GOOD', '--gin.K=5'], '--gin_bindings has no effect on knn'),
     (['knn', '--train=x.npz'], 'x.npz does not exist'),
     (['knn', '--train=x.npz', '--names=a,b'], '--names=a,b must be 1 '),

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from het_plugin import status
+from het_plugin.commands import status
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def write_facts(folder, number, process, changes):
@@ -140,7 +140,7 @@ def test_it_needs_no_tensorflow_and_no_devices(run_dir):
   """Nor orbax: it answers at once, on machines where a run's devices are busy."""
   code = (
     'import sys\n'
-    'from het_plugin import status\n'
+    'from het_plugin.commands import status\n'
     'from het_plugin.operations import run_status, status_report\n'
     f'facts = run_status.read({str(run_dir)!r})\n'
     'status_report.text(facts), status_report.page(facts)\n'

@@ -10,7 +10,8 @@ import pytest
 from flax import traverse_util
 
 import gin
-from het_plugin import export, weights, zeroshot
+from het_plugin import weights
+from het_plugin.commands import export, zeroshot
 from het_plugin.config import parsing
 from het_plugin.runs import open_run, starting
 from het_plugin.training import checkpoint_reader, partitioning

@@ -1,8 +1,12 @@
 """Fine-tunes the candidates that suit a task and builds an ensemble of the results.
 
+    python -m het_plugin.finetune --checkpoint=runs/a,runs/b --gin_file=task.gin \\
+      --keep=1 --sweep=LEARNING_RATE=1e-4,1e-3 --output_dir=runs/finetuned
+
 The recipe of Mustafa et al. 2020 (https://arxiv.org/abs/2010.06866): rank pre-trained checkpoints
 by the leave-one-out k-nearest-neighbour accuracy of their representations of the training examples,
-fine-tune the best ones with a small sweep, and add members greedily by the validation NLL.
+fine-tune the best ones with a small sweep, and add members greedily by the validation NLL. Data
+set, head and length of the fine-tuning are gin settings, after a candidate's own configuration.
 
 Every part is a file in the output directory, so an interrupted study continues:
 
@@ -19,16 +23,17 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 
 import gin
 from het_plugin import data, reporting, runs, weights
 from het_plugin import rows as rows_lib
+from het_plugin.cli.settings import Gin, OneOf, Processes, Repeated
 from het_plugin.data import splits
 from het_plugin.evaluation import evaluate, represent, select
-from het_plugin.evaluation.candidates import candidate_names, number_to_keep
+from het_plugin.evaluation.candidates import candidate_names, number_to_keep, split_sources
 from het_plugin.evaluation.names import naming
 from het_plugin.experiments import trainings
 from het_plugin.measures import knn, votes
@@ -38,83 +43,110 @@ from het_plugin.runs import Checkpoint
 from het_plugin.runs.opening import Configuration, GinSettings
 from het_plugin.system import processes, run_files
 from het_plugin.system.flag_values import parse_sweep
+from het_plugin.system.ranges import Count
 
 _log = logging.getLogger(__name__)
 
 
-def finetune(
-  gin_settings: GinSettings,
-  *,
-  checkpoint: Sequence[str],
-  names: Sequence[str] | None,
-  k: Sequence[int],
-  metric: str,
-  keep: str,
-  sweep: Sequence[str],
-  split: str,
-  test_split: str | None,
-  max_members: int,
-  replacement: bool,
-  batch_size: int,
-  output_dir: str | None,
-) -> reporting.Report:
-  """Ranks, fine-tunes and selects; all processes call it. The flags of `select` explain the others.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Gin, Processes):
+  """What is fine-tuned, and how the members are chosen.
 
-  Args:
-    gin_settings: data set, head and length of the fine-tuning; they come after a candidate's own
-      configuration.
-    k, metric: the proxy's number of neighbours, as a sequence of one, and its metric.
-    sweep: 'NAME=VALUE,VALUE' bindings; every combination is trained.
-    split, test_split: the ensemble is selected on the first, and also scored on the second.
+  Attributes:
+    checkpoint: Runs, checkpoints or published files, separated by commas; repeatable.
+    names: Names of the candidates. Default: the parts in which their paths differ.
+    k: Number of neighbours of the proxy.
+    metric: Distance of neighbours.
+    keep: Number of candidates to train, or 'all'.
+    sweep: NAME=VALUE,VALUE: values of a gin setting, of which every combination is trained;
+      repeatable.
+    split: Split that chooses the members.
+    test_split: Split that scores the ensemble.
+    max_members: Largest number of members, repetitions included.
+    replacement: Whether a member may be added again.
+    batch_size: Global batch of representations and predictions.
+    output_dir: Where representations, trained runs and predictions go.
+    json: Where to write the results as JSON.
+    png: Where to write the plot.
+    html: Where to write table, plot and command as a page.
+  """
+
+  checkpoint: Repeated[str] = ()
+  names: tuple[str, ...] | None = None
+  k: tuple[Count, ...] = (1,)
+  metric: Annotated[str, OneOf(knn.METRICS)] = 'euclidean'
+  keep: str = '1'
+  sweep: Repeated[str] = ()
+  split: str = 'validation'
+  test_split: str | None = None
+  max_members: Count = 10
+  replacement: bool = True
+  batch_size: Count = 256
+  output_dir: str | None = None
+  json: str | None = None
+  png: str | None = None
+  html: str | None = None
+
+
+def run(settings: Settings) -> reporting.Report:
+  """Ranks, fine-tunes and selects; all processes call it.
 
   Raises:
     ValueError: a setting is wrong.
     exit_codes.Preempted: a SystemExit, after SIGTERM; the same call continues.
   """
-  names = candidate_names(names, checkpoint, flag='checkpoint')
+  checkpoint = [source for text in settings.checkpoint for source in split_sources(text)]
+  k = settings.k
+  names = candidate_names(settings.names, checkpoint, flag='checkpoint')
   outside = [x for x in names if Path(x).is_absolute() or '..' in Path(x).parts]
   if outside or len(set(map(_file_name, names))) < len(names):
     raise ValueError(
       f'the names of the candidates, {",".join(names)}, must be different names of folders inside '
       '--output_dir: give --names'
     )
-  if not output_dir:
+  if not settings.output_dir:
     raise ValueError('--output_dir is not set: name the folder for the runs')
   if len(k) != 1:
     raise ValueError(f'--k={",".join(map(str, k))} must be one number, the k of the proxy')
-  num_kept = number_to_keep(keep, names)
-  settings = combinations(sweep)
-  folder = run_files.local_folder('output_dir', output_dir)
-  candidates = [_training(gin_settings, source) for source in checkpoint]
-  _check_runs(gin_settings[1], candidates, settings, folder)
+  num_kept = number_to_keep(settings.keep, names)
+  combined = combinations(settings.sweep)
+  folder = run_files.local_folder('output_dir', settings.output_dir)
+  settings.join()
+  candidates = [_training(settings.gin, source) for source in checkpoint]
+  _check_runs(settings.gin_bindings, candidates, combined, folder)
   dataset = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
+  split, test_split = settings.split, settings.test_split
   _check_splits(dataset, split=split, test_split=test_split or split)
 
   proxy = {}
   for name, source, training in zip(names, checkpoint, candidates, strict=True):
-    read = _represented(source, training, dataset, folder / 'representations' / name, batch_size)
-    proxy[name] = _accuracy(read, k, metric)
+    read = _represented(
+      source, training, dataset, folder / 'representations' / name, settings.batch_size
+    )
+    proxy[name] = _accuracy(read, k, settings.metric)
   order = best_first(list(proxy.values()))
   kept = [names[i] for i in order[:num_kept]]
   _log.info('kNN accuracy: %s; fine-tuning %s.', proxy, ', '.join(kept))
   trained = {}
-  for name, setting in itertools.product(kept, settings):
+  for name, setting in itertools.product(kept, combined):
     training = candidates[names.index(name)]
-    run = dataclasses.replace(training, gin_bindings=[*training.gin_bindings, *settings[setting]])
+    of_setting = dataclasses.replace(
+      training, gin_bindings=[*training.gin_bindings, *combined[setting]]
+    )
     run_dir = trained[f'{name}/{setting}'] = folder / 'runs' / name / setting
 
     def forget_predictions(_: Any, of_run: str = f'{name}/{setting}') -> None:
       for of_earlier in _predicted(folder, of_run):
         shutil.rmtree(of_earlier)
 
-    trainings.complete(run, run_dir, forget_predictions)
-  predict = functools.partial(_predictions, trained, folder, batch_size)
+    trainings.complete(of_setting, run_dir, forget_predictions)
+  predict = functools.partial(_predictions, trained, folder, settings.batch_size)
   report = select.ensemble(
     validation=predict(split),
     test=predict(test_split) if test_split else [],
     names=list(trained),
-    max_members=max_members,
-    replacement=replacement,
+    max_members=settings.max_members,
+    replacement=settings.replacement,
   )
   ranking = [f'{names[i]}: {proxy[names[i]]:.4f}' for i in order]
   return dataclasses.replace(
@@ -122,7 +154,7 @@ def finetune(
     title='Fine-tuned ensemble',
     introduction=f'{reporting.counted(len(trained), "run")}: the {len(kept)} of {len(names)} '
     f'candidates with the best kNN accuracy (k = {k[0]}), '
-    f'{reporting.counted(len(settings), "setting")} each. {report.introduction}',
+    f'{reporting.counted(len(combined), "setting")} each. {report.introduction}',
     notes=[f'leave-one-out kNN accuracy, k = {k[0]}: {", ".join(ranking)}', *report.notes],
     json=report.json | {'proxy': proxy, 'kept': kept},
   )

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin import backbones, estimators, export, heads, models, runs, weights
+from het_plugin import backbones, estimators, heads, models, runs, weights
+from het_plugin.commands import export
 from het_plugin.config import parsing
 from het_plugin.evaluation import serve
 from het_plugin.integrate import Integrator

@@ -1,4 +1,4 @@
-"""`select soup` and `select finetune` on small runs of digits."""
+"""`soup` and `finetune` on small runs of digits."""
 
 import dataclasses
 import json
@@ -7,9 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
-from het_plugin import rows, runs, select, weights
-from het_plugin.evaluation import soup
-from het_plugin.experiments import finetune, trainings
+from het_plugin import rows, runs, weights
+from het_plugin.commands import finetune, soup
+from het_plugin.experiments import trainings
 from het_plugin.training import checkpoint_reader
 
 
@@ -33,8 +33,7 @@ def test_a_soup_is_a_run_whose_parameters_are_the_mean(digits_run, run_main, tmp
   run, _ = digits_run
   sources = [run / f'checkpoint_{step}' for step in (1, 2)]
   text = run_main(
-    select,
-    'soup',
+    soup,
     f'--checkpoint={sources[0]},{sources[1]}',
     '--split=test',
     f'--output_dir={tmp_path}',
@@ -53,23 +52,23 @@ def test_a_soup_is_a_run_whose_parameters_are_the_mean(digits_run, run_main, tmp
   assert greedy >= best
   opened = runs.open_run(tmp_path / 'uniform').params  # as every main does
   np.testing.assert_array_equal(opened['head']['kernel'], mean['head/kernel'])
-  message = run_main(select, 'soup', f'--checkpoint={run}', f'--output_dir={tmp_path}', code=2)
+  message = run_main(soup, f'--checkpoint={run}', f'--output_dir={tmp_path}', code=2)
   assert f'{tmp_path}/greedy ' in message and '--output_dir' in message
   other = shutil.copytree(run, tmp_path / 'other')
   config = other / 'config.gin'
   config.write_text(f'{config.read_text()}\nHetXL.temperature = @FixedTemperature()\n')
   files = f'--checkpoint={run},{other}', f'--output_dir={tmp_path / "soup"}'
-  assert 'other and ' in (message := run_main(select, 'soup', *files, code=2))
+  assert 'other and ' in (message := run_main(soup, *files, code=2))
   assert 'differ in HetXL.temperature' in message
   shutil.copy(run / 'config.gin', other)
   names = (other / 'class_names.txt').read_text().splitlines()
   (other / 'class_names.txt').write_text(''.join(f'{name}\n' for name in reversed(names)))
-  message = run_main(select, 'soup', *files, code=2)
+  message = run_main(soup, *files, code=2)
   assert f'{other}' in message and 'does not have the names, in their order' in message
 
 
 def test_a_fine_tuning_has_a_local_folder(run_main):
-  message = run_main(select, 'finetune', '--checkpoint=run', '--output_dir=gs://b/x', code=2)
+  message = run_main(finetune, '--checkpoint=run', '--output_dir=gs://b/x', code=2)
   assert '--output_dir=gs://b/x must be a local directory' in message
 
 
@@ -103,7 +102,7 @@ def test_candidates_of_a_task_with_votes_are_ranked_by_the_most_frequent_label()
 
 @pytest.mark.parametrize('sources', ['/runs/a,runs/b', '../../runs/a,../b/c', 'runs/a/b,runs/a_b'])
 def test_candidates_have_folders_of_their_own_in_the_output_directory(run_main, tmp_path, sources):
-  asked = select, 'finetune', f'--checkpoint={sources}', f'--output_dir={tmp_path}'
+  asked = finetune, f'--checkpoint={sources}', f'--output_dir={tmp_path}'
   assert 'names of folders inside --output_dir: give --names' in run_main(*asked, code=2)
 
 
@@ -129,7 +128,7 @@ def test_every_combination_of_a_sweep():
 def test_the_best_candidates_are_fine_tuned_and_selected(digits_run, run_main, tmp_path):
   """And a fine-tuning that was interrupted goes on, without what it had predicted."""
   run, _ = digits_run
-  asked = select, 'finetune', f'--checkpoint={run / "checkpoint_1"},{run / "checkpoint_2"}'
+  asked = finetune, f'--checkpoint={run / "checkpoint_1"},{run / "checkpoint_2"}'
   wrong = run_main(*asked, '--sweep=LR=1e-3,1e-2', f'--output_dir={tmp_path / "wrong"}', code=2)
   assert 'LR = 0.001 is used by nothing: did you mean LEARNING_RATE?' in wrong
   sigmoid = "--gin.HetXL.link='sigmoid'", f'--output_dir={tmp_path / "wrong"}'
@@ -176,8 +175,7 @@ def test_a_published_candidate_is_fine_tuned_with_a_fresh_head(digits_run, run_m
   params['head/kernel'] = params['head/kernel'] + 1
   weights.write_arrays(tmp_path / 'vit.npz', weights.export_params(params, 10, 2))
   run_main(
-    select,
-    'finetune',
+    finetune,
     f'--checkpoint={tmp_path / "vit.npz"}',
     '--keep=all',
     '--split=test',

@@ -13,8 +13,8 @@ import pytest
 from absl import flags
 from PIL import Image
 
-from het_plugin import audit
 from het_plugin import rows as rows_lib
+from het_plugin.commands import audit
 from het_plugin.data import image_folder, tasks
 
 FAST = ['--folds=2', '--C=10', '--max_iter=40']

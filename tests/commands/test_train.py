@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin import export
-from het_plugin import train as main
+from het_plugin.commands import export
+from het_plugin.commands import train as main
 from het_plugin.config import parsing
 from het_plugin.runs.starting import train_from_gin
 from het_plugin.training import partitioning
 from het_plugin.training import step as step_lib
 from tests.training.toy_run import lines
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 SHORT = ['WARMUP_STEPS = 0', 'train.train_eval_dataset_cfg = None']
 TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
 FEW = [f'{mode}/Integrator.num_samples = 2' for mode in ('train', 'eval')]  # no fit to compile

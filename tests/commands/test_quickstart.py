@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin import quickstart
+from het_plugin.commands import quickstart
 from het_plugin.experiments import head_comparison
 
 FIELDS = {

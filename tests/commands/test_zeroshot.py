@@ -11,7 +11,8 @@ import pytest
 import scipy.stats
 
 import gin
-from het_plugin import runs, zeroshot
+from het_plugin import runs
+from het_plugin.commands import zeroshot
 from het_plugin.config import gin_state, registry
 from het_plugin.evaluation import zeroshot_report
 from het_plugin.evaluation.zeroshot_datasets import Tokenizer

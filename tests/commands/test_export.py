@@ -6,7 +6,8 @@ import os
 import pytest
 import safetensors
 
-from het_plugin import export, weights
+from het_plugin import weights
+from het_plugin.commands import export
 from het_plugin.system import run_files
 
 

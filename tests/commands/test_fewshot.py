@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from het_plugin import fewshot, rows, runs
+from het_plugin import rows, runs
+from het_plugin.commands import fewshot
 from het_plugin.evaluation import fewshot as evaluation_fewshot
 from het_plugin.measures import few_shot
 from het_plugin.measures import fewshot as measures_fewshot

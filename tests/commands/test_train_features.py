@@ -6,8 +6,8 @@ import pytest
 
 import gin
 from het_plugin import estimators, heads
-from het_plugin import represent as represent_main
-from het_plugin import train as train_main
+from het_plugin.commands import represent as represent_main
+from het_plugin.commands import train as train_main
 from het_plugin.config import parsing
 from het_plugin.rows import read as read_rows
 from het_plugin.training import checkpoint_reader, train

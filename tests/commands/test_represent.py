@@ -9,8 +9,9 @@ import pytest
 from flax import traverse_util
 from PIL import Image
 
-from het_plugin import data, estimators, represent, runs, weights
+from het_plugin import data, estimators, runs, weights
 from het_plugin import rows as rows_lib
+from het_plugin.commands import represent
 from het_plugin.config import parsing
 from het_plugin.evaluation import represent as represent_lib
 from het_plugin.runs.starting import train_from_gin

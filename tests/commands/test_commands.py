@@ -1,4 +1,4 @@
-"""het-plugin COMMAND: every main by its name, with complete help."""
+"""het-plugin COMMAND: every command by its name, with complete help; settings as flags."""
 
 import importlib
 import os
@@ -23,13 +23,13 @@ def command(*arguments):
 
 
 @pytest.mark.parametrize('name', front.commands())
-def test_help_has_every_flag_of_a_main(name, parsed_flags):
-  main = importlib.import_module(f'het_plugin.{name}')
+def test_help_has_every_flag_of_a_command(name, parsed_flags):
+  chosen = importlib.import_module(f'het_plugin.commands.{name}')
   before = set(flags.FLAGS)
-  with parsed_flags(main):
-    text = command_line.help_text(main.main)
+  with parsed_flags(chosen):
+    text = command_line.help_text(chosen.__doc__)
     defined = set(flags.FLAGS) - before
-  assert main.__doc__ in text
+  assert chosen.__doc__ in text
   assert defined and defined <= set(re.findall(r'^  --(?:\[no\])?(\w+)$', text, re.M))
 
 
@@ -160,9 +160,9 @@ try:
 except ValueError as error:
   print(error)
 sys.argv = ['train', *sys.argv[1:]]
-from het_plugin import train
+from het_plugin.commands import train
 from het_plugin.cli import command_line
-command_line.run(train.main)
+command_line.run_command(train)
 """
 
 

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from het_plugin import data, evaluate, runs, select
+from het_plugin import data, runs
 from het_plugin import rows as rows_lib
+from het_plugin.commands import evaluate, noise_test, select
 from het_plugin.data import task_info
 
 
@@ -201,8 +202,8 @@ def test_accuracy_on_the_true_classes_where_a_task_knows_them(
 @pytest.mark.slow
 def test_what_noise_would_gain_over_a_run(digits_det_run, digits_run, run_main, tmp_path):
   run_dir, params = digits_det_run
-  arguments = ('--noise_test', '--split=train', f'--json={tmp_path / "out.json"}')
-  printed = run_main(evaluate, f'--checkpoint={run_dir}', *arguments)
+  arguments = '--split=train', f'--json={tmp_path / "out.json"}'
+  printed = run_main(noise_test, f'--checkpoint={run_dir}', *arguments)
   rows = json.loads((tmp_path / 'out.json').read_text())
   assert [row['head'] for row in rows] == ['het', 'het_h', 'het_xl', 'hidden layer']
   row = rows[2]
@@ -215,10 +216,10 @@ def test_what_noise_would_gain_over_a_run(digits_det_run, digits_run, run_main, 
   assert row['nll_det'] + row['refit'] == pytest.approx(nll, abs=1e-4)
   for arguments, message in {
     (f'--checkpoint={digits_run[0]}',): 'has HetXL',
-    (f'--checkpoint={run_dir}', '--covariance_images=2'): '--covariance_images has no effect',
-    ('--predictions=x.npz',): '--predictions has no effect',
+    (f'--checkpoint={run_dir}', '--C=2'): '--C has no effect on --checkpoint',
+    (): '--train or --checkpoint is needed',
   }.items():
-    assert message in run_main(evaluate, '--noise_test', *arguments, code=2)
+    assert message in run_main(noise_test, *arguments, code=2)
   assert 'samples S' not in run_main(evaluate, f'--checkpoint={run_dir}')  # there is no noise
 
 

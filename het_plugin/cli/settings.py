@@ -1,0 +1,273 @@
+"""Settings of a command: a frozen dataclass whose fields are its flags.
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Settings(CommandSettings):
+      '''What is predicted.
+
+      Attributes:
+        top: Classes per image at most.
+      '''
+
+      top: Count = 5
+
+gives --top=5. The docstring is the help of the flags, and a type says what a flag takes:
+
+    bool                    --name and --noname
+    int, float, str         a value; an interval such as that of `Count` bounds a number
+    Literal, OneOf          one of some words
+    tuple[T, ...]           --name=A,B; tuple[int, int] takes two
+    Repeated[T]             --name=A --name=B
+    float | Literal['auto'] a number > 0, or a word; also within a tuple
+
+The flags are absl's, as those of JAX, of the log and of launchers.
+"""
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from absl import flags
+
+from het_plugin.system import distributed, flag_values
+from het_plugin.system.ranges import Count
+
+_T = TypeVar('_T')
+_REPEATED = 'repeatable'
+Repeated = Annotated[tuple[_T, ...], _REPEATED]
+GinSettings = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+  """Says at the type of text which words it may be: Annotated[str, OneOf(WORDS)]."""
+
+  words: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommandSettings:
+  """What every command is told.
+
+  Attributes:
+    given: names of the flags on the command line; no flag itself.
+    words: what else is there; no flag itself.
+  """
+
+  aliases: ClassVar[Mapping[str, str]] = {}  # further names of flags
+  takes_words: ClassVar[bool] = False
+
+  given: frozenset[str] = frozenset()
+  words: tuple[str, ...] = ()
+
+  @classmethod
+  def define_flags(cls) -> None:
+    """Defines a flag for each field; the module of the class that has the field is its module."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    del defaults['given'], defaults['words']
+    for owner in cls.mro():
+      helps = _helps(owner.__doc__ or '')
+      for name in inspect.get_annotations(owner):
+        if name in defaults:
+          flag = _Kind.of(hints[name]).flag(name, defaults.pop(name), helps[name])
+          flags.DEFINE_flag(flag, module_name=owner.__module__)
+    for name, of in cls.aliases.items():
+      flags.DEFINE_alias(name, of, module_name=cls.__module__)
+
+  @classmethod
+  def parsed(cls, words: Sequence[str] = ()) -> Self:
+    """The settings of flags that are defined and parsed.
+
+    Raises:
+      ValueError: a value is wrong.
+    """
+    hints = typing.get_type_hints(cls, include_extras=True)
+    values = {}
+    given = set()
+    for field in dataclasses.fields(cls):
+      if field.name in ('given', 'words'):
+        continue
+      flag = flags.FLAGS[field.name]
+      kind = _Kind.of(hints[field.name])
+      values[field.name] = kind.value(field.name, flag.value, field.default)
+      if flag.present:
+        given.add(field.name)
+    return cls(**values, given=frozenset(given), words=tuple(words))
+
+  def refuse(self, names: Sequence[str], beside: str) -> None:
+    """Raises ValueError if one of the flags is given, which have no effect beside something."""
+    if given := [name for name in names if name in self.given]:
+      raise ValueError(f'--{given[0]} has no effect on {beside}')
+
+  def chosen(self, *names: str) -> dict[str, Any]:
+    """{name: value} of some settings."""
+    return {name: getattr(self, name) for name in names}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bindings(CommandSettings):
+  """gin settings without files, for a command that finds its files itself.
+
+  Attributes:
+    gin_bindings: A binding after the gin files, NAME=VALUE; usually written --gin.NAME=VALUE. Put
+      quotes around text: --gin.MODEL_DIR="'runs/x'". Repeatable.
+    gin_search_paths: Folders to search for gin files.
+    allow_imports: Packages that config.gin of an opened run may import, in addition to het_plugin.
+      Importing runs their code.
+  """
+
+  gin_bindings: Repeated[str] = ()
+  gin_search_paths: tuple[str, ...] = ('.',)
+  allow_imports: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gin(Bindings):
+  """gin settings.
+
+  Attributes:
+    gin_file: A gin file. Repeatable; later files win.
+  """
+
+  gin_file: Repeated[str] = ()
+
+  @property
+  def gin(self) -> GinSettings:
+    """Files, bindings and search paths."""
+    return self.gin_file, self.gin_bindings, self.gin_search_paths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Processes(CommandSettings):
+  """Settings of a command that several processes may run.
+
+  Attributes:
+    heartbeat_timeout_seconds: With several processes: how long one may be silent before the others
+      end.
+    initialization_timeout_seconds: With several processes: how long they wait for each other at the
+      start.
+  """
+
+  heartbeat_timeout_seconds: Count = 100
+  initialization_timeout_seconds: Count = 300
+
+  def join(self) -> None:
+    """Joins the other processes, see `distributed.initialize`."""
+    distributed.initialize(self.initialization_timeout_seconds, self.heartbeat_timeout_seconds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportFolder(CommandSettings):
+  """Places of a report.
+
+  Attributes:
+    output_dir: Where the report goes.
+    json: Another place for results.json.
+  """
+
+  output_dir: str | None = None
+  json: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+  """What a flag takes.
+
+  Attributes:
+    element: bool, int, float or str.
+    words: what a value may be beside a number; of text all that it may be, or none for any.
+    least: the smallest number.
+    lengths: of a list, none for any length; None for a single value.
+    is_repeated: whether the flag of a list is given once for each value.
+  """
+
+  element: type = str
+  words: tuple[str, ...] = ()
+  least: float | None = None
+  lengths: tuple[int, ...] | None = None
+  is_repeated: bool = False
+
+  @classmethod
+  def of(cls, hint: Any) -> Self:
+    """The kind of a type."""
+    origin = typing.get_origin(hint)
+    parts = typing.get_args(hint)
+    if origin is Literal:
+      return cls(words=parts)
+    if origin is tuple:
+      lengths = () if parts[-1] is ... else (len(parts),)
+      return dataclasses.replace(cls.of(parts[0]), lengths=lengths)
+    if origin is Annotated:
+      kind = cls.of(parts[0])
+      for note in parts[1:]:
+        if isinstance(note, OneOf):
+          kind = dataclasses.replace(kind, words=tuple(note.words))
+        elif note == _REPEATED:
+          kind = dataclasses.replace(kind, is_repeated=True)
+        elif least := re.match(r'\[([\d.]+),', note):
+          kind = dataclasses.replace(kind, least=float(least[1]))
+      return kind
+    if origin in (types.UnionType, typing.Union):
+      kinds = [cls.of(part) for part in parts if part is not types.NoneType]
+      kind = min(kinds, key=lambda kind: kind.element is str)  # a number, if there is one
+      words = tuple(word for other in kinds for word in other.words)
+      if kind.lengths is None:
+        return dataclasses.replace(kind, words=words)
+      lengths = tuple(length for other in kinds for length in other.lengths or ())
+      return dataclasses.replace(kind, words=words, lengths=lengths)
+    return cls(hint)
+
+  def flag(self, name: str, default: Any, text: str) -> flags.Flag:
+    """The flag of this name, default and help."""
+    parser = flags.ArgumentParser()
+    serializer = flags.ArgumentSerializer()
+    if self.lengths is not None:
+      shown = None if default is None else [*map(str, default)]
+      if self.is_repeated:
+        return flags.MultiFlag(parser, serializer, name, shown, text)
+      return flags.Flag(flags.ListParser(), flags.CsvListSerializer(','), name, shown, text)
+    if self.element is bool:
+      return flags.BooleanFlag(name, default, text)
+    if self.element is str and self.words:
+      return flags.EnumFlag(name, default, text, [*self.words])
+    if self.element is int:
+      parser = flags.IntegerParser(lower_bound=None if self.least is None else int(self.least))
+    elif self.element is float and not self.words:
+      parser = flags.FloatParser(lower_bound=self.least)
+    elif default is not None:
+      default = str(default)
+    return flags.Flag(parser, serializer, name, default, text)
+
+  def value(self, name: str, given: Any, default: Any) -> Any:
+    """The value of a setting from that of its flag; ValueError for a wrong one."""
+    if given is None or (self.lengths is None and not self.words):
+      return given
+    if self.lengths is None:
+      return given if self.element is str else self._number(name, str(given))
+    if default == () and not given:
+      return ()
+    if self.element is int and not self.words:
+      return tuple(
+        flag_values.integers(name, [*map(str, given)], int(self.least or 0), self.lengths)
+      )
+    if self.element is str:
+      return tuple(given)
+    return tuple(self._number(name, str(value)) for value in given)
+
+  def _number(self, name: str, text: str) -> float | int | str:
+    if self.element is float:
+      return flag_values.positive_or_word(name, text, self.words)
+    if text in self.words:
+      return text
+    return flag_values.integers(name, [text], int(self.least or 0))[0]
+
+
+def _helps(docstring: str) -> dict[str, str]:
+  """{name: text} of the section Attributes of a docstring."""
+  _, _, section = inspect.cleandoc(docstring).partition('Attributes:\n')
+  found = re.findall(r'^  (\w+): (.*(?:\n {3,}.*)*)', section, re.MULTILINE)
+  return {name: ' '.join(text.split()) for name, text in found}

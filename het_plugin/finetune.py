@@ -1,0 +1,6 @@
+"""het-plugin finetune"""
+
+if __name__ == '__main__':
+  from het_plugin.__main__ import main
+
+  main('finetune')

@@ -1,0 +1,6 @@
+"""het-plugin noise_test"""
+
+if __name__ == '__main__':
+  from het_plugin.__main__ import main
+
+  main('noise_test')

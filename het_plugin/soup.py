@@ -1,0 +1,6 @@
+"""het-plugin soup"""
+
+if __name__ == '__main__':
+  from het_plugin.__main__ import main
+
+  main('soup')
