@@ -9,9 +9,10 @@ CPU devices, --gpus_per_process=N its own N GPUs; without either, each process s
 Lines of output start with the number of their process: [1] ...
 
 SIGTERM and Ctrl-C are passed on to all processes as SIGTERM, so that training saves; a second
-signal, or --grace_seconds without an end, kills them. When a process fails, the others, which wait
-for it, get SIGTERM and are killed --end_seconds later. Child processes that are left are killed
-too. If the launcher itself is killed, its processes get SIGTERM (Linux only).
+signal, or --grace_seconds without an end, kills them. When one ends as preempted, the others get
+SIGTERM, too. When one fails, the others, which wait for it, get SIGTERM and are killed
+--end_seconds later. Child processes that are left are killed too. If the launcher itself is killed,
+its processes get SIGTERM (Linux only).
 
 Exit codes: 0 all done; 42 preempted, checkpoint saved; otherwise the code of the process that
 failed first, or 128 + the signal that killed it; 2 also for a wrong setting.

@@ -188,9 +188,9 @@ class Group:
       _kill_group(self._processes[index])
       code = self._processes[index].returncode
       result = result or exit_code(code)
-      if code == PREEMPTED:  # the others save and end by themselves
+      if code == PREEMPTED:  # the others save, too, or are where there is nothing to save yet
         if running:
-          self._end_within(self._grace_seconds, tell=False)
+          self._end_within(self._grace_seconds)
       elif code:
         others = f': ending {_names(running)}' if running and not failed else ''
         self._say(f'process {index} {_how(code)}{others}')
@@ -199,11 +199,10 @@ class Group:
         failed = True
     return result
 
-  def _end_within(self, seconds: float, tell: bool = True) -> None:
+  def _end_within(self, seconds: float) -> None:
     at = time.monotonic() + seconds
     self._stop_at = at if self._stop_at is None else min(at, self._stop_at)
-    if tell:
-      self._tell()
+    self._tell()
 
   def _tell(self) -> None:
     """Sends SIGTERM once per process: a second one would kill a process that is just saving."""

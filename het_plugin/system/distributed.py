@@ -76,11 +76,12 @@ def initialize(
   timer.daemon = True
   timer.start()
   try:
-    jax.distributed.initialize(
-      **(settings or ProcessGroup()),
-      initialization_timeout=seconds + _JAX_EXTRA_SECONDS,
-      heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-    )
+    with stopping.before_service():
+      jax.distributed.initialize(
+        **(settings or ProcessGroup()),
+        initialization_timeout=seconds + _JAX_EXTRA_SECONDS,
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+      )
   except (RuntimeError, ValueError, KeyError) as error:
     reason = str(error).rstrip('.')
     raise ValueError(

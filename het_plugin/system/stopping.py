@@ -6,10 +6,13 @@ compilation. Here a thread reads the signals from the pipe to which Python's C h
 (`signal.set_wakeup_fd`). This module imports little, because a main calls `install` before its
 other imports.
 
-With several processes, JAX's preemption service receives SIGTERM and lets all agree on a step.
+With several processes, JAX's preemption service lets all agree on a step to save. It hears of a
+signal only if there is something to save: it answers at steps, and the first compilation may take
+longer than a host that is drained has.
 """
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -33,6 +36,7 @@ _installed = False
 _num_calls = 0  # number of calls of `reached`
 # Of the training in progress: whether it has something to save, and a function to call before exit.
 _training: tuple[Callable[[], bool], Callable[[], None]] | None = None
+_tell_service: Callable[[int], None] | None = None  # its own handler of SIGTERM
 
 
 def install() -> None:
@@ -41,6 +45,28 @@ def install() -> None:
   if not _installed:
     _installed = True
     _listen()
+
+
+@contextlib.contextmanager
+def before_service() -> Generator[None]:
+  """Encloses `jax.distributed.initialize`, which replaces the handler of SIGTERM.
+
+  A program that called `install` keeps its own, and tells the service.
+  """
+  global _tell_service
+  before = _address_of_handler()
+  yield
+  address = _address_of_handler()
+  if _installed and address != before:  # otherwise it is switched off
+    _tell_service = ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
+    signal.signal(signal.SIGTERM, lambda *_: _requested.set())
+
+
+def _address_of_handler() -> int:
+  # A handler in C has no Python object. On Linux and macOS its address comes first in the struct.
+  action = ctypes.create_string_buffer(512)
+  ctypes.CDLL(None).sigaction(signal.SIGTERM, None, action)
+  return ctypes.c_size_t.from_buffer(action).value
 
 
 @contextlib.contextmanager
@@ -155,13 +181,15 @@ def _receive(number: int, again: bool) -> None:
   if is_interrupt and again:
     leave('Ctrl-C again: leaving at once, unsaved.', 128 + number)
   saves, farewell = _training or (lambda: False, lambda: None)
-  if _installed and not saves() and not _is_distributed():
+  if _installed and not saves():
     line = f'{name}: stopped. There was nothing new to save; the same command continues.'
     leave(line, exit_codes.PREEMPTED, farewell)
   hint = ' Once more leaves at once, unsaved.' if is_interrupt else ''
   _log.warning('%s: saving and exiting after this step.%s', name, hint)
   _requested.set()
-  if is_interrupt and _is_distributed():
+  if _tell_service is not None:
+    _tell_service(signal.SIGTERM)
+  elif is_interrupt and _is_distributed():
     os.kill(os.getpid(), signal.SIGTERM)  # the service has no other interface
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from het_plugin.system import stopping
+from launch import local
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +22,9 @@ stopping.install()
 import sys
 import jax, jax.numpy as jnp
 from etils import epath
+if len(sys.argv) > 2:
+  with stopping.before_service():
+    jax.distributed.initialize(sys.argv[2], 1, 0)
 from het_plugin.operations import operations
 from het_plugin.training import observer
 
@@ -33,6 +37,12 @@ def step(x):
 watch = operations.Operations()
 with watch.observing(observer.ObservedRun(epath.Path(sys.argv[1]), 10)):
   watch.begin()
+  if len(sys.argv) > 3:
+    with watch.phase(observer.STEP):
+      print('compiling', flush=True)
+      while not stopping.reached():
+        pass
+    sys.exit('saved')
   with watch.phase(observer.COMPILE):
     lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32))
     print('compiling', flush=True)
@@ -65,9 +75,12 @@ def run(code, *arguments):
   return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
 
 
-def test_a_compilation_is_left_at_once(tmp_path):
+@pytest.mark.parametrize(('number', 'service'), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_a_compilation_is_left_at_once(number, service, tmp_path):
+  """Also with the service of several processes, which would answer after it."""
+  address = [f'localhost:{local.free_port()}'] if service else []
   process = subprocess.Popen(
-    [sys.executable, '-c', COMPILING, str(tmp_path)],
+    [sys.executable, '-c', COMPILING, str(tmp_path), *address],
     cwd=ROOT,
     env={**os.environ, 'JAX_ENABLE_COMPILATION_CACHE': 'false'},
     stdout=subprocess.PIPE,
@@ -77,13 +90,28 @@ def test_a_compilation_is_left_at_once(tmp_path):
   assert process.stdout.readline() == 'compiling\n'
   time.sleep(0.5)
   before = time.monotonic()
-  process.send_signal(signal.SIGINT)
+  process.send_signal(number)
   output, errors = process.communicate(timeout=60)
   assert process.returncode == 42 and 'compiled' not in output
   assert time.monotonic() - before < 10
   assert 'stopped. There was nothing new to save' in errors and 'Traceback' not in errors
   facts = json.loads((tmp_path / 'attempts/attempt_0001/process-00000.json').read_text())
   assert (facts['state'], facts['exit_code']) == ('preempted', 42)
+
+
+def test_the_service_hears_of_a_signal_between_steps(tmp_path):
+  address = f'localhost:{local.free_port()}'
+  process = subprocess.Popen(
+    [sys.executable, '-c', COMPILING, str(tmp_path), address, 'step'],
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  assert process.stdout.readline() == 'compiling\n'
+  process.send_signal(signal.SIGTERM)
+  _, errors = process.communicate(timeout=60)
+  assert 'saving and exiting after this step' in errors and errors.rstrip().endswith('saved')
 
 
 @pytest.mark.parametrize(
