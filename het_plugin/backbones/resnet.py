@@ -49,6 +49,8 @@ class StandardizedConv(nn.Module):
     same_padding: True pads for an output of ceil(H / stride) as TensorFlow does; False pads
       kernel_size // 2 on every side. The two differ for strides above 1.
     dtype: compute type of operands and result.
+    epsilon: added to the variance.
+    is_plain: takes the kernel as it is, and adds a bias [O].
   """
 
   features: int
@@ -57,35 +59,46 @@ class StandardizedConv(nn.Module):
   stride: int = 1
   same_padding: bool = False
   dtype: DTypeLike = jnp.float32
+  epsilon: float = 1e-10
+  is_plain: bool = False
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """x [B, H, W, I] -> [B, H', W', O]."""
     shape = self.kernel_size, self.kernel_size, x.shape[-1], self.features
     kernel = param('kernel', nn.initializers.he_normal(), shape, (None, None, *self.axes))
-    kernel = kernel - kernel.mean(axis=(0, 1, 2))
-    kernel = kernel * jax.lax.rsqrt(jnp.square(kernel).mean(axis=(0, 1, 2)) + 1e-10)
+    if not self.is_plain:
+      kernel = kernel - kernel.mean(axis=(0, 1, 2))
+      kernel = kernel * jax.lax.rsqrt(jnp.square(kernel).mean(axis=(0, 1, 2)) + self.epsilon)
     sides = ((self.kernel_size // 2,) * 2,) * 2
-    return jax.lax.conv_general_dilated(
+    y = jax.lax.conv_general_dilated(
       x.astype(self.dtype),
       kernel.astype(self.dtype),
       window_strides=(self.stride, self.stride),
       padding='SAME' if self.same_padding else sides,
       dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
     )
+    if not self.is_plain:
+      return y
+    bias = param('bias', nn.initializers.zeros, (self.features,), self.axes[1:])
+    return y + bias.astype(self.dtype)
 
 
 class Bottleneck(nn.Module):
-  """A residual unit of three convolutions: 1 x 1, 3 x 3 with the stride, 1 x 1 to 4 x the width.
+  """A residual unit of three convolutions: 1 x 1, 3 x 3 with the stride, 1 x 1 to 4 x the width; or
+  with `is_basic` of two: 3 x 3 with the stride, 3 x 3.
 
   v1.5 normalises after each convolution and applies ReLU to the sum. v2 normalises and applies ReLU
-  before each convolution and leaves the sum unchanged.
+  before each convolution and leaves the sum unchanged. With the norm 'folded' nothing normalises.
   """
 
   width: int
   stride: int
   version: str
   dtype: DTypeLike
+  norm: str = 'group'
+  is_basic: bool = False
+  kernel_epsilon: float = 1e-10
   scanned: bool = False  # returns (carry, output), the result and None
 
   @nn.compact
@@ -94,15 +107,18 @@ class Bottleneck(nn.Module):
     that is not None.
     """
     before = self.version == 'v2'
+    is_folded = self.norm == 'folded'
     width = self.width
-    outside = 4 * self.width
+    outside = width if self.is_basic else 4 * width
 
     def conv(name, features, size, axes, x, stride=1):
-      return StandardizedConv(
-        features, size, axes, stride, same_padding=not before, dtype=self.dtype, name=name
-      )(x)
+      same = not (before or is_folded)
+      rest = {'epsilon': self.kernel_epsilon, 'is_plain': is_folded, 'name': name}
+      return StandardizedConv(features, size, axes, stride, same, self.dtype, **rest)(x)
 
     def norm(name, axis, x, **kwargs):
+      if is_folded:
+        return x
       return GroupNorm(axis, dtype=self.dtype, name=name, **kwargs)(x)
 
     # The residual stream is replicated; between the convolutions channels are sharded.
@@ -116,13 +132,17 @@ class Bottleneck(nn.Module):
     if project:
       shortcut = conv('conv_proj', outside, 1, (None, 'embed'), shortcut, self.stride)
       shortcut = shortcut if before else norm('norm_proj', 'embed', shortcut)
-    y = _sharded(conv('conv1', width, 1, ('embed', 'mlp'), y))
-    y = nn.relu(norm('norm2' if before else 'norm1', 'mlp', y))
-    y = _sharded(conv('conv2', width, 3, ('mlp', 'embed'), y, self.stride))
-    y = nn.relu(norm('norm3' if before else 'norm2', 'mlp', y))
-    y = _whole(conv('conv3', outside, 1, ('mlp', 'embed'), y))
+    sizes = [3, 3] if self.is_basic else [1, 3, 1]
+    strided = sizes.index(3)
+    last = len(sizes)
+    for number, size in enumerate(sizes[:-1], start=1):
+      axes = ('embed', 'mlp') if number == 1 else ('mlp', 'embed')
+      stride = self.stride if number == strided + 1 else 1
+      y = _sharded(conv(f'conv{number}', width, size, axes, y, stride))
+      y = nn.relu(norm(f'norm{number + before}', 'mlp', y))
+    y = _whole(conv(f'conv{last}', outside, sizes[-1], ('mlp', 'embed'), y))
     if not before:
-      y = norm('norm3', 'embed', y, scale_init=nn.initializers.zeros)
+      y = norm(f'norm{last}', 'embed', y, scale_init=nn.initializers.zeros)
     if drop_rate is not None:
       y = drop_path(y, drop_rate, self.make_rng('dropout'))
     y = shortcut + y if before else nn.relu(shortcut + y)
@@ -137,6 +157,12 @@ class ResNet(nn.Module):
     width: channels after the root; a multiple of 32, the groups of the normalisation. The units of
       the stages have `width`, 2 `width`, ... channels inside and four times as many outside.
     version: 'v2' (BiT's published weights) or 'v1.5'.
+    norm: 'group', with standardised kernels; or 'folded' for v1.5, where convolutions have a bias
+      in place of a normalisation: that of a published file is folded into them.
+    block: 'bottleneck', or 'basic' as in the depths 18 and 34.
+    kernel_epsilon: added to the variance of a kernel that is standardised.
+    image_mean: levels of the channels that are subtracted from the image, so that convolutions
+      which pad with zeros pad with them; None for zeros.
     dtype: type of the activations. Parameters, normalisation and pre-logits stay float32.
     stem: '7x7_pool', a 7 x 7 convolution of stride 2 and max pooling, or for small images '3x3', a
       3 x 3 convolution of stride 1.
@@ -159,10 +185,16 @@ class ResNet(nn.Module):
   scan_layers: bool = False
   stem: Literal['7x7_pool', '3x3'] = '7x7_pool'
   stochastic_depth: Rate = 0.0
+  norm: Literal['group', 'folded'] = 'group'
+  block: Literal['bottleneck', 'basic'] = 'bottleneck'
+  kernel_epsilon: Rate = 1e-10
+  image_mean: Sequence[float] | None = None
 
   def __post_init__(self):
     ranges.check(self)
-    if self.width % GroupNorm.num_groups:
+    if self.norm == 'folded' and self.version == 'v2':
+      raise ValueError("ResNet.norm='folded' needs ResNet.version='v1.5'")
+    if self.norm == 'group' and self.width % GroupNorm.num_groups:
       raise ValueError(
         f'ResNet.width={self.width} must be a multiple of the {GroupNorm.num_groups} groups of the '
         'normalisation'
@@ -172,8 +204,8 @@ class ResNet(nn.Module):
 
   @property
   def pre_logits_dim(self) -> int:
-    """Width of phi: 2048 for a width of 64 and four stages."""
-    return 4 * self.width * 2 ** (len(self.stages) - 1)
+    """Width of phi: 2048 for a width of 64 and four stages of bottlenecks."""
+    return (1 if self.block == 'basic' else 4) * self.width * 2 ** (len(self.stages) - 1)
 
   @nn.compact
   def __call__(
@@ -185,19 +217,29 @@ class ResNet(nn.Module):
     `train` applies stochastic depth, with the 'dropout' rng.
     """
     before = self.version == 'v2'
+    is_folded = self.norm == 'folded'
+    is_centred = before or is_folded  # pads both sides alike
     intermediates = {}
     size, stride = (7, 2) if self.stem == '7x7_pool' else (3, 1)
-    root = StandardizedConv(
-      self.width, size, (None, 'embed'), stride, not before, self.dtype, name='conv_root'
-    )
-    x = root(image)
+    axes = (None, 'embed')
+    if self.image_mean is not None:
+      image -= jnp.asarray(self.image_mean, image.dtype)
+    rest = {'epsilon': self.kernel_epsilon, 'is_plain': is_folded, 'name': 'conv_root'}
+    x = StandardizedConv(self.width, size, axes, stride, not is_centred, self.dtype, **rest)(image)
     if not before:
-      x = nn.relu(GroupNorm('embed', dtype=self.dtype, name='norm_root')(x))
+      x = x if is_folded else GroupNorm('embed', dtype=self.dtype, name='norm_root')(x)
+      x = nn.relu(x)
     if self.stem == '7x7_pool':
-      x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))) if before else x
-      x = nn.max_pool(x, (3, 3), (2, 2), 'VALID' if before else 'SAME')
+      x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))) if is_centred else x
+      x = nn.max_pool(x, (3, 3), (2, 2), 'VALID' if is_centred else 'SAME')
     x = intermediates['root'] = _whole(x)
-    settings = {'version': self.version, 'dtype': self.dtype}
+    settings = {
+      'version': self.version,
+      'dtype': self.dtype,
+      'norm': self.norm,
+      'is_basic': self.block == 'basic',
+      'kernel_epsilon': self.kernel_epsilon,
+    }
     x, outputs = run_stages(self, x, Bottleneck, self.stages, self.width, train, **settings)
     intermediates |= outputs
     if before:

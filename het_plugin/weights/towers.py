@@ -30,7 +30,7 @@ _HALF = ((0.5,) * 3, (0.5,) * 3)
 _SIXTEEN_HEADS = {'image': (1152, 1280, 1408, 1664, 1792), 'SigLIP': (1152, 1536), 'text': (1152,)}
 
 _PREFIX = re.compile(
-  r'^(?:(?:model|vit|deit|dinov2|dinov2_with_registers|dinov3|convnext|convnextv2|vision_model|visual|'
+  r'^(?:(?:model|vit|deit|resnet|dinov2|dinov2_with_registers|dinov3|convnext|convnextv2|vision_model|visual|'
   r'trunk|module|backbone|_orig_mod|teacher|student|image_encoder|vision_tower|base_model)\.)+'
 )
 _STRIPPED = (
@@ -58,18 +58,34 @@ _ACTIVATIONS = {
   'silu': 'swiglu',
 }
 
+# A unit of a ResNet in timm and torchvision, and in transformers.
+_RESNET_UNIT = re.compile(
+  r'layer(?P<stage>\d+)\.(?P<unit>\d+)\.(?:(?:conv|bn)(?P<layer>\d)|downsample\.[01])'
+)
+_HF_RESNET_UNIT = re.compile(
+  r'encoder\.stages\.(?P<stage>\d+)\.layers\.(?P<unit>\d+)\.(?:layer\.(?P<layer>\d)|shortcut)\.'
+  r'(?:convolution|normalization)'
+)
+# timm's BiT.
+_BIT_UNIT = re.compile(
+  r'stages\.(?P<stage>\d+)\.blocks\.(?P<unit>\d+)\.(?P<layer>(?:conv|norm)\d|downsample\.conv)'
+)
+_BIT_OUTER = {'stem.conv': 'conv_root', 'norm': 'norm', 'head.fc': 'head'}
+_BATCH_NORM_EPSILON = 1e-5
+
 # timm's names of activations, and transformers'.
 _TIMM_ACTIVATIONS = {
   'gelu': 'gelu',
   'gelu_tanh': 'gelu_pytorch_tanh',
   'quick_gelu': 'quick_gelu',
   'silu': 'silu',
+  'relu': 'relu',  # of ResNets
 }
 # What timm's model_args may have beside what is read: shapes tell it, or training alone uses it.
 _TIMM_OF_SHAPES = re.compile(
   r'(?:img_size|patch_size|embed_dim|depth|mlp_ratio|qkv_bias|qkv_fused|qk_norm|init_values|'
   r'reg_tokens|num_reg_tokens|class_token|no_embed_class|pre_norm|use_pre_transformer_norm|'
-  r'fc_norm|use_fc_norm|in_chans|num_classes|dims|depths|ls_init_value|conv_mlp|use_grn|'
+  r'fc_norm|use_fc_norm|in_chans|num_classes|dims|depths|layers|ls_init_value|conv_mlp|use_grn|'
   r'swiglu_mlp|swiglu_align_to|weight_init|fix_init|head_init_scale|dynamic_img_size|'
   r'dynamic_img_pad|strict_img_size|use_abs_pos_emb|use_rot_pos_emb|\w*_rate|'
   r'rope_(?:shift|jitter|rescale)_coords|scale_mlp|scale_attn_inner|attn_type|'
@@ -188,11 +204,11 @@ class _Params(dict[str, np.ndarray]):
 class Tower:
   """An image tower of another project."""
 
-  settings: Mapping[str, Any]  # fields of `backbones.ViT`, or of `backbones.ConvNeXt`
+  settings: Mapping[str, Any]  # fields of `backbones.ViT`, `ConvNeXt` or `ResNet`
   params: Mapping[str, np.ndarray]  # float32, by our name: 'backbone/block00/mlp/wi/kernel'
   image_size: int  # side in pixels of the images that the project gives to it
   skipped: tuple[str, ...]  # names in the file that the tower does not use, such as a text tower
-  backbone: str = 'vit'  # or 'convnext'
+  backbone: str = 'vit'  # or 'convnext' or 'resnet'
   pixels: Mapping[str, Any] | None = None  # fields of `data.preprocess.ResizeAndCrop`, and others
 
   def bindings(self) -> list[str]:
@@ -290,7 +306,7 @@ def is_tower(names: Collection[str]) -> bool:
   """Whether the arrays have the names of timm, transformers or open_clip."""
   stems = ((name, _stem(_PREFIX.sub('', name), _OUTER)[0]) for name in names)
   is_vit = any(stem == 'embedding' and 'embedding/' not in name for name, stem in stems)
-  return is_vit or _is_convnext(names)
+  return is_vit or any(test(names) for test in (_is_convnext, _is_resnet, _is_bit))
 
 
 def antialiases(names: Collection[str]) -> bool:
@@ -314,6 +330,18 @@ def not_recognised(names: Collection[str]) -> str:
 def _is_convnext(names: Collection[str]) -> bool:
   found = {_convnext_stem(_PREFIX.sub('', name))[0] for name in names}
   return {'stem', 'stage1_block01/wi'} <= found
+
+
+def _is_resnet(names: Collection[str]) -> bool:
+  found = {_PREFIX.sub('', name) for name in names}
+  return {'layer1.0.conv1.weight', 'layer1.0.bn1.weight', 'conv1.weight'} <= found or (
+    'embedder.embedder.convolution.weight' in found
+  )
+
+
+def _is_bit(names: Collection[str]) -> bool:
+  found = {_PREFIX.sub('', name) for name in names}
+  return {'stem.conv.weight', 'stages.0.blocks.0.conv1.weight', 'norm.weight'} <= found
 
 
 def read_config(path: epath.PathLike) -> dict[str, Any]:
@@ -393,8 +421,8 @@ def _of_timm(config: Mapping[str, Any]) -> dict[str, Any]:
   row = _architectures().get(architecture)
   if row is None:
     raise ValueError(
-      f'architecture={architecture!r} in config.json is none of the ViTs, DINOv3s and ConvNeXts of '
-      'timm that can be read; docs/backbones.md lists the families'
+      f'architecture={architecture!r} in config.json is none of the ViTs, Evas, ConvNeXts and '
+      'ResNets of timm that can be read; docs/backbones.md lists the families'
     )
   if 'unread' in row:
     raise ValueError(f'architecture={architecture!r} in config.json has {row["unread"]}')
@@ -417,11 +445,11 @@ def _of_timm(config: Mapping[str, Any]) -> dict[str, Any]:
   return {
     'num_attention_heads': row['num_heads'],
     'hidden_act': _TIMM_ACTIVATIONS[activation],
-    'layer_norm_eps': row['epsilon'],
+    'layer_norm_eps': row.get('epsilon'),
     'global_pool': row['global_pool'],
     'pool_include_prefix': row.get('pool_include_prefix', False),
     'norm': row.get('norm', 'layer_norm'),
-    'last_epsilon': row.get('last_epsilon', row['epsilon']),
+    'last_epsilon': row.get('last_epsilon', row.get('epsilon')),
     'pool_heads': row.get('attn_pool_num_heads'),
     'rope_theta': row.get('rope_temperature'),
     'rope_grid': row.get('ref_feat_shape'),
@@ -463,6 +491,10 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   config = _described(config)
   if _is_convnext(arrays):
     return _read_convnext(arrays, config)
+  if _is_resnet(arrays):
+    return _read_resnet(arrays, config)
+  if _is_bit(arrays):
+    return _read_bit(arrays, config)
   _check_files(arrays)
   names = ' '.join(arrays)
   if not config and 'pos_embed' in names and re.search(r'attn\.q_(?:bias|proj)', names):
@@ -725,6 +757,113 @@ def _read_convnext(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) 
     settings['last_epsilon'] = last
   image_size = _image_size(config)
   return Tower(settings, _placed(flat), image_size, skipped, 'convnext', config.get('pixels'))
+
+
+def _read_resnet(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Tower:
+  """A ResNet of timm, torchvision or transformers; batch normalisation goes into convolutions."""
+  layers: dict[str, dict[str, np.ndarray]] = {}
+  unknown = []
+  for name, x in arrays.items():
+    layer, _, part = _PREFIX.sub('', name).rpartition('.')
+    kind = 'kernel' if part == 'weight' and x.ndim == 4 else part
+    if layer in ('conv1', 'bn1') or layer.startswith('embedder.embedder.'):
+      ours = 'conv_root'
+    elif layer in ('fc', 'classifier.1'):
+      ours = 'head'
+    elif unit := _RESNET_UNIT.fullmatch(layer):
+      number = unit['layer'] or '_proj'
+      ours = f'stage{unit["stage"]}_unit{int(unit["unit"]) + 1:02d}/conv{number}'
+    elif unit := _HF_RESNET_UNIT.fullmatch(layer):
+      number = '_proj' if unit['layer'] is None else int(unit['layer']) + 1
+      ours = f'stage{int(unit["stage"]) + 1}_unit{int(unit["unit"]) + 1:02d}/conv{number}'
+    else:
+      unknown.append(name)
+      continue
+    layers.setdefault(ours, {})[kind] = np.asarray(x, np.float32)
+  _check_resnet(unknown, config)
+  flat = _Params()
+  for ours, parts in layers.items():
+    if ours == 'head':
+      flat |= {'head/kernel': parts['weight'].T, 'head/bias': parts['bias']}
+      continue
+    if missing := {'kernel', 'weight', 'bias', 'running_mean', 'running_var'} - parts.keys():
+      raise ValueError(f'the file lacks {min(missing)} of its layer {ours}')
+    scale = parts['weight'] / np.sqrt(parts['running_var'] + _BATCH_NORM_EPSILON)
+    flat[f'{ours}/kernel'] = parts['kernel'].transpose(2, 3, 1, 0) * scale
+    flat[f'{ours}/bias'] = parts['bias'] - parts['running_mean'] * scale
+  mean = np.asarray(config.get('image_mean') or config.get('mean') or _IMAGENET[0])
+  std = np.asarray(config.get('image_std') or config.get('std') or _IMAGENET[1])
+  flat['conv_root/kernel'] *= 0.5 / std[:, None]
+  is_basic = 'stage1_unit01/conv3/kernel' not in flat
+  settings = {
+    **_resnet_stages(flat),
+    'version': 'v1.5',
+    'norm': 'folded',
+    'block': 'basic' if is_basic else 'bottleneck',
+    'image_mean': tuple((2 * mean - 1).tolist()),
+  }
+  return Tower(settings, _placed(flat), _image_size(config), (), 'resnet', config.get('pixels'))
+
+
+def _read_bit(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Tower:
+  """A ResNet of Big Transfer in timm, whose kernels are standardised."""
+  flat = _Params()
+  unknown = []
+  for name, x in arrays.items():
+    layer, _, part = _PREFIX.sub('', name).rpartition('.')
+    if unit := _BIT_UNIT.fullmatch(layer):
+      inner = unit['layer'].replace('downsample.conv', 'conv_proj')
+      ours = f'stage{int(unit["stage"]) + 1}_unit{int(unit["unit"]) + 1:02d}/{inner}'
+    elif layer in _BIT_OUTER:
+      ours = _BIT_OUTER[layer]
+    else:
+      unknown.append(name)
+      continue
+    x = np.asarray(x, np.float32)
+    if ours == 'head':
+      flat[f'head/{"bias" if part == "bias" else "kernel"}'] = x.reshape(len(x), -1).T.squeeze()
+    elif x.ndim == 4:
+      flat[f'{ours}/kernel'] = x.transpose(2, 3, 1, 0)
+    else:
+      flat[f'{ours}/{"scale" if part == "weight" else part}'] = x
+  _check_resnet(unknown, config)
+  for name in ('image_mean', 'image_std'):
+    value = config.get(name) or config.get(name.removeprefix('image_')) or _HALF[0]
+    if tuple(value) != _HALF[0]:
+      raise ValueError(f'{name}={value} must be 0.5: the kernels of the file are standardised')
+  settings = {**_resnet_stages(flat), 'version': 'v2', 'kernel_epsilon': 1e-8}
+  return Tower(settings, _placed(flat), _image_size(config), (), 'resnet', config.get('pixels'))
+
+
+def _check_resnet(unknown: Sequence[str], config: Mapping[str, Any]) -> None:
+  if unknown:
+    some = ', '.join(unknown[:5])
+    raise ValueError(f'{len(unknown)} layers have no place in a ResNet, such as {some}')
+  for name, only in {'hidden_act': 'relu', 'global_pool': 'avg'}.items():
+    if config.get(name, only) != only:
+      raise ValueError(f'{name}={config[name]!r} in config.json must be {only!r}')
+  for name in ('downsample_in_first_stage', 'downsample_in_bottleneck'):
+    if config.get(name):
+      raise ValueError(f'{name}=True in config.json must be False')
+
+
+def _resnet_stages(flat: Mapping[str, np.ndarray]) -> dict[str, Any]:
+  """Numbers of units and the width; an error where the widths are not those of our ResNet."""
+  units = [name.partition('/')[0] for name in flat if name.endswith('/conv1/kernel')]
+  stages = sorted({unit.partition('_')[0] for unit in units})
+  width = flat['conv_root/kernel'].shape[-1]
+  for name in units:
+    inner = width * 2 ** (int(name[5]) - 1)
+    kernel = flat[f'{name}/conv2/kernel']
+    if kernel.shape != (3, 3, inner, inner):
+      raise ValueError(
+        f'the second convolution of {name} has the shape {kernel.shape}, and a plain ResNet '
+        f'{(3, 3, inner, inner)}: groups and other widths cannot be read'
+      )
+  return {
+    'stages': tuple(sum(x.startswith(f'{y}_') for x in units) for y in stages),
+    'width': width,
+  }
 
 
 def _normalise_pixels(

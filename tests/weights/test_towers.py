@@ -2,6 +2,7 @@
 shapes and settings without them.
 """
 
+import functools
 import json
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from flax import traverse_util
 
 from het_plugin import runs, weights
-from het_plugin.backbones import ConvNeXt, TextTransformer, ViT, transformer
+from het_plugin.backbones import ConvNeXt, ResNet, TextTransformer, ViT, transformer
 from het_plugin.backbones.vit import rotary_2d
 from het_plugin.commands import fewshot, zeroshot
 from het_plugin.weights import towers, transfer
@@ -37,7 +38,8 @@ TRANSFORMERS = {
 
 def phi_of(tower, image):
   params = traverse_util.unflatten_dict(dict(tower.params), sep='/')
-  backbone = {'vit': ViT, 'convnext': ConvNeXt}[tower.backbone](**tower.settings)
+  kinds = {'vit': ViT, 'convnext': ConvNeXt, 'resnet': ResNet}
+  backbone = kinds[tower.backbone](**tower.settings)
   return jax.jit(backbone.apply)({'params': params['backbone']}, 2 * image - 1)[0]
 
 
@@ -107,6 +109,88 @@ def test_parity_of_convnext(project, version):
   assert tower.bindings()[:2] == ['BACKBONE = @convnext()', 'IMAGE_SIZE = 224']
   logits = phi_of(tower, image) @ tower.params['head/kernel'] + tower.params['head/bias']
   np.testing.assert_allclose(logits, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize('kind', ['basic', 'bottleneck'])
+def test_parity_of_resnets_of_transformers(kind):
+  torch = pytest.importorskip('torch')
+  transformers = pytest.importorskip('transformers')
+  widths = [64, 128, 256] if kind == 'basic' else [256, 512, 1024]
+  config = transformers.ResNetConfig(
+    hidden_sizes=widths, depths=[1, 2, 1], layer_type=kind, num_labels=3
+  )
+  model = transformers.ResNetForImageClassification(config).eval()
+  torch.manual_seed(0)
+  with torch.no_grad():
+    for name, x in model.named_buffers():
+      if name.endswith(('running_mean', 'running_var')):
+        x.add_(0.5 * torch.rand_like(x))
+    image = np.random.default_rng(0).random((2, 40, 64, 3)).astype(np.float32)
+    mean, std = towers._IMAGENET
+    pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
+    expected = model(pixels).logits.numpy()
+  arrays = {k: x.numpy() for k, x in model.state_dict().items()}
+  tower = weights.read_tower(arrays, config.to_dict())
+  logits = phi_of(tower, image) @ tower.params['head/kernel'] + tower.params['head/bias']
+  np.testing.assert_allclose(logits, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_parity_of_bit():
+  torch = pytest.importorskip('torch')
+  timm = pytest.importorskip('timm')
+  convolution = functools.partial(timm.layers.StdConv2d, eps=1e-8)
+  norm = functools.partial(timm.layers.GroupNormAct, num_groups=32)
+  model = timm.models.ResNetV2(
+    (1, 2, 1, 1), stem_type='fixed', conv_layer=convolution, norm_layer=norm, num_classes=3
+  )
+  torch.manual_seed(0)
+  with torch.no_grad():
+    for p in model.parameters():
+      p.add_(0.1 * torch.randn_like(p))
+    image = np.random.default_rng(0).random((2, 64, 96, 3)).astype(np.float32)
+    expected = model.eval()(torch.tensor(2 * image.transpose(0, 3, 1, 2) - 1)).numpy()
+  arrays = {k: x.numpy() for k, x in model.state_dict().items()}
+  tower = weights.read_tower(arrays, {})
+  logits = phi_of(tower, image) @ tower.params['head/kernel'] + tower.params['head/bias']
+  np.testing.assert_allclose(logits, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_batch_normalisation_is_folded():
+  """A ResNet of one basic unit in torchvision's names, against the convolutions with NumPy."""
+  random = np.random.default_rng(0)
+  arrays = {'fc.weight': random.normal(size=(3, 4)), 'fc.bias': np.zeros(3)}
+  shapes = {'': (4, 3, 7, 7), 'layer1.0.': (4, 4, 3, 3)}
+  for root, number in (('', 1), ('layer1.0.', 1), ('layer1.0.', 2)):
+    arrays[f'{root}conv{number}.weight'] = random.normal(size=shapes[root])
+    for part in ('weight', 'bias', 'running_mean', 'running_var'):
+      arrays[f'{root}bn{number}.{part}'] = random.uniform(0.5, 1, 4)
+    arrays[f'{root}bn{number}.num_batches_tracked'] = np.asarray(7)
+  tower = weights.read_tower(arrays, {'image_mean': [0.2] * 3, 'image_std': [0.1] * 3})
+  assert tower.bindings()[:2] == ['BACKBONE = @resnet()', 'IMAGE_SIZE = 224']
+
+  def layer(root, number, x, stride):
+    kernel = arrays[f'{root}conv{number}.weight']
+    side = kernel.shape[-1]
+    y = np.pad(x, ((side // 2,) * 2, (side // 2,) * 2, (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(y, (side, side), (0, 1))[::stride, ::stride]
+    y = np.einsum('hwcpq,dcpq->hwd', windows, kernel)
+    norm = {x: arrays[f'{root}bn{number}.{x}'] for x in ('weight', 'bias')}
+    y = (y - arrays[f'{root}bn{number}.running_mean']) / np.sqrt(
+      arrays[f'{root}bn{number}.running_var'] + 1e-5
+    )
+    return y * norm['weight'] + norm['bias']
+
+  image = random.random((8, 8, 3)).astype(np.float32)
+  x = np.pad(layer('', 1, (image - 0.2) / 0.1, 2).clip(0), ((1, 1), (1, 1), (0, 0)))
+  x = np.lib.stride_tricks.sliding_window_view(x, (3, 3), (0, 1))[::2, ::2].max(axis=(-1, -2))
+  y = layer('layer1.0.', 2, layer('layer1.0.', 1, x, 1).clip(0), 1)
+  expected = (x + y).clip(0).mean(axis=(0, 1))
+  np.testing.assert_allclose(phi_of(tower, image[None])[0], expected, rtol=1e-4)
+  wide = arrays | {'layer1.0.conv2.weight': np.ones((4, 2, 3, 3))}
+  with pytest.raises(ValueError, match='stage1_unit01 has the shape .* groups and other widths'):
+    weights.read_tower(wide, {})
+  with pytest.raises(ValueError, match='no place in a ResNet, such as layer1.0.se.fc1.weight'):
+    weights.read_tower(arrays | {'layer1.0.se.fc1.weight': np.ones(3)}, {})
 
 
 TEXT = {'vocab_size': 99, 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
@@ -490,6 +574,8 @@ def test_layers_without_a_place_are_named(ours):
     ('vit_pe_core_tiny_patch16_384', {}),
     ('vit_pe_core_base_patch16_224', {'embed_dim': 64, 'num_heads': 4}),
     ('vit_base_patch16_rope_reg1_gap_256', {'embed_dim': 64, 'num_heads': 4}),
+    ('resnet18', {'layers': (1, 2, 1, 1)}),
+    ('resnet50', {'layers': (1, 2, 1, 1)}),
     ('convnext_xxlarge', {'depths': (1, 1, 1, 1), 'dims': (32, 64, 128, 256)}),
   ],
 )
@@ -497,13 +583,16 @@ def test_layers_without_a_place_are_named(ours):
 def test_parity_with_files_that_timm_writes(name, settings, tmp_path):
   torch = pytest.importorskip('torch')
   timm = pytest.importorskip('timm')
-  if 'depths' not in settings:
+  if not {'depths', 'layers'} & settings.keys():
     settings = {'img_size': 64, 'depth': 2, **settings}
   model = timm.create_model(name, **settings).eval()
   torch.manual_seed(0)
   with torch.no_grad():
     for p in model.parameters():
       p.add_(0.1 * torch.randn_like(p))
+    for name, x in model.named_buffers():
+      if name.endswith(('running_mean', 'running_var')):
+        x.add_(0.5 * torch.rand_like(x))
   timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
   side = settings.get('img_size', 64)
   image = np.random.default_rng(0).random((2, side, side, 3)).astype(np.float32)
@@ -604,7 +693,7 @@ def test_what_a_file_of_timm_says(described, settings):
   [
     ({'architecture': 'vit_of_tomorrow'}, "architecture='vit_of_tomorrow' in config.json is none"),
     ({'architecture': 'vit_base_patch16_rope_mixed_224'}, 'RotaryEmbeddingMixed'),
-    ({'model_args': {'act_layer': 'relu'}}, "act_layer='relu' in config.json must be one of gelu"),
+    ({'model_args': {'act_layer': 'elu'}}, "act_layer='elu' in config.json must be one of gelu"),
     ({'model_args': {'scale_attn_norm': True}}, 'model_args has scale_attn_norm=True'),
     ({'model_args': {'global_pool': 'avgmax'}}, "global_pool='avgmax' in config.json must be"),
     ({'global_pool': 'avg'}, "global_pool='avg' in config.json, but timm makes test_vit"),

@@ -14,11 +14,20 @@ import timm
 import torch
 
 TABLE = pathlib.Path(__file__).parents[2] / 'het_plugin' / 'weights' / 'timm_architectures.json'
-MODULES = ('vision_transformer', 'deit', 'eva', 'convnext')
+MODULES = ('vision_transformer', 'deit', 'eva', 'convnext', 'resnet', 'resnetv2')
 # Classes of activations, and timm's names of them.
 ACTIVATIONS = {'GELU': 'gelu', 'GELUTanh': 'gelu_tanh', 'QuickGELU': 'quick_gelu', 'SiLU': 'silu'}
 NORMS = {'LayerNorm': 'layer_norm', 'RmsNorm': 'rms_norm'}
 BLOCKS = ('Block', 'EvaBlock')
+RESNET_LAYERS = set(
+  'ResNet Conv2d BatchNorm2d ReLU MaxPool2d Sequential Bottleneck BasicBlock Identity Linear '
+  'SelectAdaptivePool2d FastAdaptiveAvgPool AdaptiveAvgPool2d Flatten'.split()
+)
+BIT_LAYERS = set(
+  'ResNetV2 StdConv2d GroupNormAct ReLU MaxPool2d ConstantPad2d Sequential ResNetStage ModuleList '
+  'PreActBottleneck DownsampleConv Identity ClassifierHead SelectAdaptivePool2d Conv2d Flatten '
+  'Dropout FastAdaptiveAvgPool AdaptiveAvgPool2d'.split()
+)
 ROPES = {'RotaryEmbeddingDinoV3': 'dinov3', 'RotaryEmbeddingCat': 'cat'}
 ATTENTION = ('Attention', 'EvaAttention', 'AttentionRope')
 
@@ -32,7 +41,8 @@ def settings(name: str) -> dict[str, Any]:
   with torch.device('meta'):
     model = timm.create_model(name)
   try:
-    return _convnext(model) if name_of(model) == 'ConvNeXt' else _vit(model)
+    read = {'ConvNeXt': _convnext, 'ResNet': _resnet, 'ResNetV2': _bit}.get(name_of(model), _vit)
+    return read(model)
   except AttributeError as error:
     return {'num_heads': None, 'unread': f'layers of its own ({error})'}
 
@@ -49,6 +59,32 @@ def _convnext(model: Any) -> dict[str, Any]:
     return row | {'unread': f'layers of its own ({name_of(block.norm)})'}
   last = model.head.norm.eps
   return row if last == row['epsilon'] else row | {'last_epsilon': last}
+
+
+def _resnet(model: Any) -> dict[str, Any]:
+  row = {'num_heads': None, 'global_pool': model.global_pool.pool_type, 'act_layer': 'relu'}
+  odd = {name_of(layer) for layer in model.modules()} - RESNET_LAYERS
+  convolutions = [layer for layer in model.modules() if name_of(layer) == 'Conv2d']
+  if any(layer.groups > 1 for layer in convolutions):
+    odd.add('groups')
+  if any(layer.dilation != (1, 1) for layer in convolutions):
+    odd.add('dilation')
+  if any(layer.eps != 1e-5 for layer in model.modules() if hasattr(layer, 'eps')):
+    odd.add('epsilon')
+  if name_of(model.conv1) != 'Conv2d' or name_of(model.maxpool) != 'MaxPool2d':
+    odd.add('stem')
+  block = model.layer2[0]
+  if name_of(block) == 'Bottleneck' and block.conv1.stride != (1, 1):
+    odd.add('stride')
+  if block.conv2.out_channels != 128:
+    odd.add('width')
+  return row | {'unread': f'layers of its own ({", ".join(sorted(odd))})'} if odd else row
+
+
+def _bit(model: Any) -> dict[str, Any]:
+  row = {'num_heads': None, 'global_pool': model.head.global_pool.pool_type, 'act_layer': 'relu'}
+  odd = {name_of(layer) for layer in model.modules()} - BIT_LAYERS
+  return row | {'unread': f'layers of its own ({", ".join(sorted(odd))})'} if odd else row
 
 
 def _vit(model: Any) -> dict[str, Any]:
