@@ -23,7 +23,7 @@ from het_plugin.integrate.sobol_sequence import (
 # (keys [B], sample indices [s], number of normals) -> [B, s, number of normals]
 Sampler = Callable[[jax.Array, jax.Array, int], jax.Array]
 
-# Coefficients of erfinv(x) / x, the highest power first: of w - 2.5, and of sqrt(w) - 3 in the tail.
+# Coefficients of erfinv(x) / x, highest power first: of w - 2.5, and of sqrt(w) - 3 in the tail.
 _CENTRE = (
   2.81022636e-08,
   3.43273939e-07,
