@@ -55,9 +55,9 @@ from sklearn.preprocessing import StandardScaler
 from benchmarks.command_line import make_parser, names, numbers, report
 from benchmarks.probe import memory_watched
 from het_plugin import reporting
+from het_plugin.commands import audit as report_of
 from het_plugin.estimators import CLASSIFIERS, probe
 from het_plugin.estimators import audit as of_files
-from het_plugin.evaluation import audit as report_of
 
 FOLDS = 3
 C = 1.0
@@ -220,8 +220,8 @@ def stream(args):
         cpu = time.process_time()
         made = report_of.report(f'{folder}/x.npy,{folder}/y.npy', settings)
         reporting.write_json(made.json, folder / 'a.json')
-        report_of.write_csv(folder / 'a.csv', made.json['rows'])
-        report_of.write_suggested(folder / 'suggested.safetensors', made.json['rows'])
+        made.writers['csv'](folder / 'a.csv')
+        made.writers['suggest'](folder / 'suggested.safetensors')
         cpu = time.process_time() - cpu
     found.append({'rows': num_rows, 'cpu_seconds': cpu, 'peak_mib': max(memory)})
   report(args.json, found)

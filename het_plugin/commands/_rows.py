@@ -2,8 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
 
 from het_plugin.cli.settings import Gin
+from het_plugin.rows import Rows, label_rows
+from het_plugin.rows import read as read_rows
+
+FileOrArrays = str | tuple[np.ndarray, np.ndarray] | Rows
+GIN = ('gin_file', 'gin_bindings', 'gin_search_paths')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +48,36 @@ class RowsSettings(Gin):
 
   def represented(self, program: str, splits: Sequence[str]) -> list[str]:
     """The files of splits of the checkpoint, written if they are not there."""
-    from het_plugin.evaluation import represent  # imports tasks, which files do not need
+    from het_plugin.commands import represent  # imports tasks, which files do not need
 
-    of_run = self.checkpoint, self.gin, self.dataset, self.output_dir
-    return represent.files_of(program, *of_run, splits, self.layer)
+    of_run = self.chosen('checkpoint', 'dataset', 'output_dir', *GIN)
+    what = represent.Settings(splits=','.join(splits), layers=(self.layer,), **of_run)
+    return [row['file'] for row in represent.represent(what, program)['files']]
+
+
+def files_of(folder: Path) -> tuple[str, str | None]:
+  """The files train and test, or else validation, in a folder, or its only file."""
+  files = [*folder.rglob('[!.]*.safetensors'), *folder.rglob('[!.]*.npz')]
+  files = sorted(x for x in files if not x.parent.name.startswith('.'))  # of an unfinished split
+  if len(files) == 1:
+    return str(files[0]), None
+  usual = 'train', 'test', 'validation'
+  train, test, validation = ([str(x) for x in files if x.stem == split] for split in usual)
+  if len(train) == len(test or validation) == 1:
+    return train[0], (test or validation)[0]
+  raise ValueError(
+    f'--train={folder} must have one .safetensors or .npz file, or one named train and one named '
+    f'test or validation; it has {", ".join(map(str, files)) or "none"}: name a file, and another '
+    'as --test'
+  )
+
+
+def read(source: FileOrArrays, name: str) -> tuple[Rows, str]:
+  """Rows with features, and their name."""
+  if isinstance(source, Rows):
+    return source, source.provenance.get('source', name)
+  if isinstance(source, str):
+    return read_rows(source, mapped=True), source
+  x = np.asanyarray(source[0])
+  y = np.asarray(source[1])  # keeps a memory map
+  return Rows({'features': x}, label_rows(y, len(x)), np.arange(len(x))), name

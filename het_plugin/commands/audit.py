@@ -18,21 +18,37 @@ a row is then the number of its example in --split.
 --C_noise=auto every fit chooses from no noise and shares of C.
 """
 
+import csv
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
 
 from het_plugin import reporting
+from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import OneOf
-from het_plugin.commands._rows import RowsSettings
+from het_plugin.commands._rows import FileOrArrays, RowsSettings, read
 from het_plugin.estimators import CLASSIFIERS
+from het_plugin.estimators import audit as audit_lib
 from het_plugin.estimators import probe as grid
 from het_plugin.estimators.audit import ROUNDS
-from het_plugin.evaluation import audit
+from het_plugin.measures import audit as measure
 from het_plugin.rows import files
+from het_plugin.system import run_files
 from het_plugin.system.ranges import Count
 from het_plugin.weights import is_weights_file
 
+if TYPE_CHECKING:  # imports tasks of images, which files do not need
+  from het_plugin.evaluation.examples import Examples
+
+TABLE_COLUMNS = ('file', 'label', 'was', 'wrong')
+_SHOWN = 10
+_WORST = 100  # whose truth is counted
+_THUMBNAILS = 24
+_THUMBNAILS_OF_PAIR = 8
 # Flags of the fits that --pred_probs replaces.
 _OF_FITS = ('head', 'C', 'C_noise', 'num_factors', 'rounds', 'folds', 'max_iter', 'seed')
 
@@ -117,7 +133,7 @@ def run(settings: Settings) -> reporting.Report:
 
   source = sources.rows_or_file(source, settings.split)
   probs = settings.write_pred_probs, settings.pred_probs
-  return audit.report(source, fits, examples, settings.rounds, *probs)
+  return report(source, fits, examples, settings.rounds, *probs)
 
 
 def _check_suggested(path: str, source: str) -> None:
@@ -125,3 +141,290 @@ def _check_suggested(path: str, source: str) -> None:
   read = files.partition_source(source)[0].split(',')
   if path and Path(path).resolve() in (Path(x).resolve() for x in read):
     raise ValueError(f'--suggest={path} is read by the audit: name another file')
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Listed(Sequence):
+  """The rows of an audit as JSON values, the most probably wrong first, each made when it is read.
+
+  Attributes:
+    rows: N rows.
+    label: int [N], their labels.
+    found: their audit.
+    order: int [N], the numbers of the rows in this order.
+    name: gives the name of an example by its id; None if it has none.
+  """
+
+  rows: rows_lib.Rows
+  label: np.ndarray
+  found: measure.Audit
+  order: np.ndarray
+  name: Callable[[int], str] | None = None
+
+  def __len__(self) -> int:
+    return len(self.order)
+
+  def __getitem__(self, place: Any) -> Any:
+    if isinstance(place, slice):
+      return [self.row(i) for i in self.order[place]]
+    return self.row(self.order[place])
+
+  def row(self, i: int) -> dict[str, Any]:
+    """The i-th one of the rows."""
+    found = self.found
+    index = int(self.rows.index[i])
+    label = int(self.label[i])
+    suggested = int(found.suggested[i])
+    listed = {
+      'index': index,
+      'label': label,
+      'probability': round(float(found.probability[i]), 6),
+      'wrong': round(float(found.wrong[i]), 6),
+      'suggested': suggested,
+      'kind': str(found.kind[i]),
+    }
+    if names := self.rows.class_names:
+      listed |= {'label_name': names[label], 'suggested_name': names[suggested]}
+    if self.name:
+      listed['name'] = self.name(index)
+    return listed
+
+
+def write_suggested(listed: Listed, path: str) -> None:
+  """Writes the rows of an audit with the suggested labels in the place of wrong ones, and says so.
+
+  A .csv file is the labels.csv of the image folder (docs/data.md): a training of this folder then
+  takes the suggested labels. Others are files of rows. Weights and annotators of the labels are
+  left out: they are those of the labels before.
+  """
+  is_wrong = listed.found.kind == 'wrong'
+  if str(path).endswith('.csv'):
+    _write_table(path, listed)
+  else:
+    labels = np.where(is_wrong, listed.found.suggested, listed.label)[:, None]
+    given = {'label_weight': None, 'annotator': None}
+    rows_lib.write(path, dataclasses.replace(listed.rows, labels=labels, **given))
+  print(f'\n{path}: {is_wrong.sum():,} of {len(listed):,} labels are suggestions.')
+
+
+def _write_table(path: str, listed: Listed) -> None:
+  """Writes labels.csv with the suggested labels."""
+  names = listed.rows.class_names or ()
+  with (
+    run_files.replacing(path) as unfinished,
+    open(unfinished, 'w', newline='', encoding='utf-8') as stream,
+  ):
+    # As they are: a training reads them, and looks for the files and the classes of these names.
+    writer = csv.writer(stream, lineterminator='\n')
+    writer.writerow(TABLE_COLUMNS)
+    for i in np.argsort(listed.rows.index, kind='stable'):
+      row = listed.row(i)
+      label = row['suggested'] if row['kind'] == 'wrong' else row['label']
+      writer.writerow([row['name'], names[label], names[row['label']], row['wrong']])
+
+
+def report(
+  source: FileOrArrays,
+  settings: grid.Settings,
+  examples: 'Examples | None' = None,
+  rounds: int = audit_lib.ROUNDS,
+  probs_to: str | None = None,
+  probs_from: str | None = None,
+) -> reporting.Report:
+  """The audit of a file of rows (`rows.read`), or of rows. Of votes the consensus is audited.
+
+  Args:
+    source: the file, or the rows.
+    settings, rounds: as in `audit`.
+    probs_to: where p [N, K] is written, as `pred_probs` of `audit`.
+    probs_from: a file of such p, which no head is fitted for (`estimators.audit.read_probs`).
+    examples: the data set of the rows. The page shows some of its images; None shows none.
+
+  Returns:
+    The report. 'rows' of its JSON values are `Listed`.
+
+  Raises:
+    ValueError: the file or a setting is wrong, or an example has several labels that are no votes.
+  """
+  rows, name = read(source, 'the rows')
+  names = rows.class_names
+  if examples is not None:
+    rows = examples.named(rows)
+    names = examples.info.shown_names or rows.class_names
+  with rows_lib.files.reading(name):
+    label = rows.consensus
+  if probs_from:
+    p = audit_lib.read_probs(probs_from, len(label), rows.num_classes)
+    found, failures, chosen = measure.audit(p, label), 0, 0
+  else:
+    of_labels = rows.features, label, settings, rounds
+    found, failures, chosen = audit_lib.in_rounds(*of_labels, probs_to, rows.num_classes)
+  order = np.argsort(-found.wrong, kind='stable')
+  listed = Listed(rows, label, found, order, examples.name if examples else None)
+
+  def shown(k):
+    return str(k) if names is None else names[k]
+
+  pairs: list[dict[str, Any]] = []
+  for k, y, rate, share in found.pairs(_SHOWN):
+    pairs.append({'truth': k, 'label': y, 'rate': rate, 'share': share})
+    if classes := rows.class_names:
+      pairs[-1] |= {'truth_name': classes[k], 'label_name': classes[y]}
+  counts = {kind: int((found.kind == kind).sum()) for kind in measure.KINDS}
+  worst = [row for row in listed[:_SHOWN] if row['kind'] == 'wrong']
+  tables = [
+    reporting.Table(
+      'Labels that people confuse',
+      ['truth', 'label', 'of this truth', 'of all'],
+      [
+        [shown(x['truth']), shown(x['label']), f'{x["rate"]:.1%}', f'{x["share"]:.2%}']
+        for x in pairs
+      ],
+    ),
+    reporting.Table(
+      'Labels that are most probably wrong',
+      ['index', 'label', 'suggested', 'p of the label', 'p wrong'],
+      [
+        [
+          str(x['index']),
+          shown(x['label']),
+          shown(x['suggested']),
+          f'{x["probability"]:.3f}',
+          f'{x["wrong"]:.3f}',
+        ]
+        for x in worst
+      ],
+    ),
+  ]
+  head = None if probs_from else settings.heads[0]
+  by = (
+    f'the probabilities of {probs_from}'
+    if probs_from
+    else f'the location of {head} fitted to the other {settings.folds - 1} of {settings.folds} '
+    f'folds ({reporting.counted(chosen, "round")})'
+  )
+  agreement = np.mean(found.probability == found.confidence)
+  notes = [
+    'The error is over examples. That the location may be wrong is not in it: the true error is '
+    'larger.',
+    f'{agreement:.0%} of the labels are the most probable class of the location. Where the '
+    'features tell little, it takes labels for wrong that are not.',
+  ]
+  if note := rows.consensus_note():
+    notes.append(note)
+  if failures:
+    notes.append(f'{audit_lib.unfinished(failures, "--max_iter", settings)}.')
+  if head == 'det' and rounds == 1:
+    notes.append(
+      'det has no noise. After one round its p is that of the label: it finds too few wrong ones.'
+    )
+  truth = _by_truth(listed, examples) if examples is not None else None
+  if truth is not None:
+    notes.append(
+      f'The task knows the true classes. {truth["wrong"]:,} labels are wrong: '
+      f'{truth["wrong_of_listed"]:,} of the {counts["wrong"]:,} that are listed as wrong, and '
+      f'{truth["wrong_of_worst"]} of the {min(_WORST, len(label))} that are most probably wrong.'
+    )
+  if examples is not None and not examples.are_images:
+    notes.append(f'There are no pictures of examples of {examples.info.channels} channels.')
+  return reporting.Report(
+    title='Audit of labels',
+    introduction=f'{len(label):,} labels of {name}, by {by}: '
+    f'{found.share:.1%} ± {found.share_error:.1%} are wrong. '
+    f'{counts["wrong"]:,} are listed as wrong, {counts["ambiguous"]:,} as ambiguous.',
+    tables=[table for table in tables if table.lines],
+    notes=notes,
+    draw=lambda: _galleries(listed, examples, shown) if examples and examples.are_images else {},
+    writers={
+      'csv': functools.partial(reporting.write_csv, list(listed[0]), listed),
+      'suggest': functools.partial(write_suggested, listed),
+    },
+    json={
+      'head': head,
+      'rounds': chosen,
+      'nll': found.nll,
+      'share': found.share,
+      'share_error': found.share_error,
+      'counts': counts,
+      'pairs': pairs,
+      'rows': listed,
+    }
+    | ({} if truth is None else {'truth': truth}),
+  )
+
+
+def _by_truth(listed: Listed, examples: 'Examples') -> dict[str, int] | None:
+  """Numbers of labels that are wrong, where the task knows the true classes."""
+  info = examples.info
+  if not info.knows_truth(examples.whole):
+    return None
+  found = listed.found
+  label = listed.label
+  is_wrong = info.true_classes(examples.whole, listed.rows.index) != label
+  return {
+    'wrong': int(is_wrong.sum()),
+    'wrong_of_listed': int(is_wrong[found.kind == 'wrong'].sum()),
+    'wrong_of_worst': int(is_wrong[listed.order[:_WORST]].sum()),
+  }
+
+
+def _galleries(
+  listed: Listed, examples: 'Examples', shown: Callable[[int], str]
+) -> dict[str, reporting.Gallery]:
+  """Images of the worst labels, of the most ambiguous ones, and of the most confused pairs."""
+  found = listed.found
+  label = listed.label
+
+  def likely(i):
+    return f'{found.wrong[i]:.3f}'
+
+  def moved(i):
+    return f'{shown(label[i])}\n→ {shown(found.suggested[i])}\n{likely(i)}'
+
+  def unsure(i):
+    others = '' if label[i] == found.suggested[i] else f' or\n{shown(found.suggested[i])}'
+    return f'{shown(label[i])}{others}?\n{found.confidence[i]:.3f}'
+
+  wrong = listed.order[: (found.kind == 'wrong').sum()]
+  ambiguous = np.flatnonzero(found.kind == 'ambiguous')
+  ambiguous = ambiguous[np.argsort(found.confidence[ambiguous], kind='stable')]
+  # name: (caption, row numbers, text below a picture)
+  chosen = {
+    'worst': (
+      'Labels that are most probably wrong: label → suggested, and the probability that the label '
+      'is wrong',
+      wrong[:_THUMBNAILS],
+      moved,
+    ),
+    'ambiguous': (
+      'The most ambiguous: label, the most probable truth if it is another, and the largest p of a '
+      'class',
+      ambiguous[:_THUMBNAILS],
+      unsure,
+    ),
+  }
+  for number, (k, y, rate, _) in enumerate(found.pairs(_SHOWN), 1):
+    rows = wrong[(label[wrong] == y) & (found.suggested[wrong] == k)]
+    caption = f'Truth {shown(k)}, label {shown(y)}: {rate:.1%} of this truth'
+    chosen[f'pair_{number}'] = caption, rows[:_THUMBNAILS_OF_PAIR], likely
+  numbers = np.unique(np.concatenate([rows for _, rows, _ in chosen.values()]))
+  if not len(numbers):
+    return {}
+  read = examples.read(listed.rows.index[numbers], listed.rows.provenance.get('image_size'))
+  other = [i for i, y in zip(numbers, read.labels, strict=True) if label[i] not in y]
+  galleries = {}
+  for name, (caption, rows, text) in chosen.items():
+    places = [n for n in np.searchsorted(numbers, rows) if read.images[n] is not None]
+    if count := len({*numbers[places]} & {*other}):
+      caption += f'. {count} of {len(places)} have another label in {examples.task.name}'
+    thumbnails = [
+      reporting.Thumbnail(
+        reporting.thumbnail_png(read.images[n]),
+        f'{text(numbers[n])}  #{listed.rows.index[numbers[n]]}',
+        examples.name(int(listed.rows.index[numbers[n]])),
+      )
+      for n in places
+    ]
+    if thumbnails:
+      galleries[name] = reporting.Gallery(f'{caption}.', thumbnails)
+  return galleries

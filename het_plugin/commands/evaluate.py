@@ -12,28 +12,31 @@ The output directory gets results.json, results.txt, index.html and its plots as
 --save_predictions it also gets predictions/NAME.npz.
 """
 
+import contextlib
 import dataclasses
-from typing import Annotated
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
-from het_plugin import reporting
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from het_plugin import data, reporting, runs, weights
+from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Gin, Processes, Repeated, ReportFolder
-from het_plugin.evaluation import evaluate, uncertainty_report
+from het_plugin.evaluation import class_covariance, uncertainty_report
+from het_plugin.evaluation.names import naming, short_names
+from het_plugin.evaluation.uncertainty_report import Evaluation
+from het_plugin.measures import agreement, uncertainty, votes
+from het_plugin.rows import Rows
+from het_plugin.runs.opening import Configuration
+from het_plugin.runs.per_example import match_channels
 from het_plugin.system import run_files
 from het_plugin.system.ranges import Count
-from het_plugin.weights import is_weights_file
-
-_AS_GIVEN = (
-  'checkpoint',
-  'predictions',
-  'dataset',
-  'split',
-  'ood_dataset',
-  'ood_split',
-  'max_examples',
-  'batch_size',
-  'covariance_images',
-  'homoglyph_examples',
-)
+from het_plugin.training import class_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,21 +72,275 @@ class Settings(ReportFolder, Gin, Processes):
   covariance_index: tuple[int, ...] = ()
   homoglyph_examples: Annotated[int, '[0, inf)'] = 512
 
+  def __post_init__(self):
+    if self.save_predictions and not self.output_dir:
+      raise ValueError('--save_predictions needs --output_dir')
+    if not self.checkpoint and not self.predictions:
+      raise ValueError('--checkpoint or --predictions is needed')
+    if (self.ood_dataset is None) != (self.ood_split is None):
+      raise ValueError('--ood_dataset and --ood_split belong together: set both')
+    if all(map(weights.is_weights_file, self.checkpoint)):  # which are predictions
+      if self.ood_dataset:
+        raise ValueError('--ood_dataset needs a --checkpoint to make its predictions with')
+      of_run = 'dataset', 'split', 'save_predictions', 'covariance_index'
+      if given := [name for name in of_run if getattr(self, name)]:
+        raise ValueError(
+          f'--{given[0]} needs a --checkpoint: it has no effect on files of predictions'
+        )
+      of_runs = 'gin_file', 'gin_bindings', 'batch_size', 'covariance_images', 'homoglyph_examples'
+      self.refuse(of_runs, 'files of predictions')
+
 
 def run(settings: Settings) -> reporting.Report:
   """A row per checkpoint."""
-  save_to = None
-  if settings.save_predictions:
-    if not settings.output_dir:
-      raise ValueError('--save_predictions needs --output_dir')
-    save_to = run_files.local_folder('output_dir', settings.output_dir) / 'predictions'
-  chosen = evaluate.EvaluateSettings(
-    **settings.chosen(*_AS_GIVEN),
-    covariance_index=tuple(dict.fromkeys(settings.covariance_index)),
-    save_to=save_to,
-  )
-  if all(map(is_weights_file, settings.checkpoint)):
-    of_runs = 'gin_file', 'gin_bindings', 'batch_size', 'covariance_images', 'homoglyph_examples'
-    settings.refuse(of_runs, 'files of predictions')
   settings.join()
-  return uncertainty_report.make_report(evaluate.evaluate(chosen, settings.gin))
+  return uncertainty_report.make_report(evaluate(settings))
+
+
+def evaluate(settings: Settings, save_to: Path | None = None) -> list[Evaluation]:
+  """Evaluates all checkpoints, then all files of predictions.
+
+  A checkpoint may be a file of predictions itself. A ValueError about files, data or settings comes
+  before the first model is compiled. `save_to` is the folder of the predictions, which the settings
+  may also name.
+  """
+  if settings.save_predictions:
+    save_to = run_files.local_folder('output_dir', settings.output_dir) / 'predictions'
+  flags = [('--checkpoint', x) for x in settings.checkpoint]
+  flags += [('--predictions', x) for x in settings.predictions]
+  names = short_names([source for _, source in flags])
+  if save_to:
+    own = [
+      name for name, (_, x) in zip(names, flags, strict=True) if not weights.is_weights_file(x)
+    ]
+    of_files = [uncertainty_report.file_name(name) for name in own]
+    if twice := [name for name, x in zip(own, of_files, strict=True) if of_files.count(x) > 1]:
+      raise ValueError(
+        f'--save_predictions would write those of {" and ".join(twice)} to one file: evaluate them '
+        'one by one, each with its own --output_dir'
+      )
+  opened: list[Configuration | Evaluation] = []
+  for name, (flag, source) in zip(names, flags, strict=True):
+    if flag == '--predictions' or weights.is_weights_file(source):
+      with naming(f'{flag}={source}'):  # scored at once: one file is in memory at a time
+        rows = rows_lib.read(source, 'log_prob').chosen(settings.max_examples)
+        opened.append(evaluate_rows(name, source, rows))
+    else:
+      opened.append(runs.configuration(source, *settings.gin))
+  if configs := [x for x in opened if isinstance(x, Configuration)]:
+    task, split = task_and_split(settings.dataset, settings.split, configs)
+    settings = dataclasses.replace(settings, dataset=task, split=split)
+  evaluations = []
+  for name, of in zip(names, opened, strict=True):
+    if isinstance(of, Configuration):
+      of = evaluate_run(name, of.open(), settings, save_to)
+      jax.clear_caches()  # the next model shares no programs
+    evaluations.append(of)
+  return evaluations
+
+
+def task_and_split(
+  dataset: str | None, split: str | None, configs: Sequence[Configuration]
+) -> tuple[str, str]:
+  """What all runs are evaluated on; ValueError if the models do not fit it."""
+  chosen = []
+  for config in configs:
+    task = dataset or config.task
+    eval_cfg = config.argument('train_eval_dataset_cfg')
+    info = data.classification_info(task)
+    with naming(f'--dataset={task}'):
+      config.argument('model').validate(info)
+    class_names.check(f'--dataset={task}', info.class_names, config.class_names)
+    chosen.append((task, split or getattr(eval_cfg, 'split', 'validation')))
+    if chosen[0] != chosen[-1]:
+      raise ValueError(
+        f'--checkpoint={config.checkpoint.path} would be evaluated on {task}, split '
+        f'{chosen[-1][1]}, and {configs[0].checkpoint.path} on {chosen[0][0]}, split '
+        f'{chosen[0][1]}: set --dataset and --split'
+      )
+  return chosen[0]
+
+
+def evaluate_rows(name: str, source: str, rows: Rows) -> Evaluation:
+  """Scores predictions, of a file or of an estimator."""
+  num_classes = rows.log_prob.shape[1]
+  scores, people = _score([rows], num_classes)
+  details = {'num_classes': num_classes}
+  return Evaluation(name, source, details, scores, agreement=people, class_names=rows.class_names)
+
+
+def evaluate_run(
+  name: str, run: runs.Run, settings: Settings, save_to: Path | None = None
+) -> Evaluation:
+  """Evaluates a run on the two splits of the settings, and its covariance."""
+  info = data.classification_info(settings.dataset)
+
+  def predict(title: str, stream: tuple[data.BatchIterator, int], *others: str) -> Iterator[Rows]:
+    batches, total = stream
+    with reporting.Progress(title, total) as progress:
+      limits = settings.batch_size, settings.max_examples
+      for part in run.stream(batches, ('log_prob', *others), *limits):
+        progress.update(len(part))
+        yield part
+
+  kept = []
+  of_truth = []
+  of_unknown = None
+  whole_split = settings.split.partition('[')[0]  # of a slice
+  knows_truth = info.knows_truth(whole_split)
+
+  def keeping(parts: Iterable[Rows]) -> Iterator[Rows]:
+    for part in parts:
+      if knows_truth:
+        truth = info.true_classes(whole_split, part.index)
+        of_truth.append(_right(part, truth))
+        part = part.without('location_top')
+      if save_to:
+        kept.append(part)
+      yield part
+
+  with contextlib.ExitStack() as stack:
+    known = _open(stack, '', run, settings)
+    if settings.ood_dataset:
+      unknown = _open(stack, 'ood_', run, settings)
+    covariance = _covariance_or_why_none(run, settings)
+    others = ('location_top',) if knows_truth else ()
+    scores, people = _score(keeping(predict(name, known, *others)), info.num_classes)
+    if settings.ood_dataset:
+      parts = predict(f'{name}, unknown inputs', unknown)
+      scored = [uncertainty.uncertainty(**part.predictive) for part in parts]
+      of_unknown = uncertainty.concatenate(scored)
+  sampled = scores.uncertainty.mutual_information is not None
+  evaluation = Evaluation(
+    name,
+    run.checkpoint,
+    {
+      'num_classes': info.num_classes,
+      'mesh': f'{run.partitioner.data_shards}x{run.partitioner.model_shards}',
+      'step': run.step,
+      'num_samples': run.model.eval_integrator.num_samples if sampled else None,
+      'dataset': settings.dataset,
+      'split': settings.split,
+      'ood_dataset': settings.ood_dataset,
+      'ood_split': settings.ood_split,
+    },
+    scores,
+    of_unknown,
+    agreement=people,
+    truth=_of_truth(of_truth) if of_truth else None,
+    class_names=info.shown_names or info.class_names,
+    config=run.config.text,
+    **covariance,
+  )
+  if save_to and jax.process_index() == 0:
+    about = {'checkpoint': run.checkpoint, 'task': settings.dataset, 'split': settings.split}
+    whole = rows_lib.concatenate(kept)
+    whole = dataclasses.replace(whole, class_names=info.class_names, provenance=about)
+    rows_lib.write(save_to / f'{evaluation.file_name}.npz', whole)
+  return evaluation
+
+
+def _right(part: Rows, truth: np.ndarray) -> dict[str, np.ndarray]:
+  """Of each example of a part, bool [n], by its true class [n]."""
+  return {
+    'clean_accuracy': votes.top_shares(part.log_prob)[np.arange(len(truth)), truth],
+    'clean_accuracy_location': part['location_top'] == truth,
+    'wrong_labels': part.label != truth,
+  }
+
+
+def _of_truth(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:
+  """Means over the examples of all parts, with their standard errors."""
+  columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+  means: dict[str, Any] = {name: float(x.mean()) for name, x in columns.items()}
+  return means | {'stderr': {name: uncertainty.stderr(x) for name, x in columns.items()}}
+
+
+def _score(
+  parts: Iterable[Rows], num_classes: int
+) -> tuple[uncertainty.ExampleScores, dict[str, float] | None]:
+  """The scores of the parts of a split; with a softmax also its agreement with people's labels."""
+  scores = []
+  people = agreement.Parts()
+  ks = (1, 5) if num_classes > 5 else (1,)
+  for part in parts:
+    scores.append(uncertainty.score_examples(**part.labelled, ks=ks))
+    if part.link == 'softmax':
+      people.add(agreement.score_examples(part.log_prob, part.labels, part.label_weight))
+  joined = people.joined()
+  return uncertainty.concatenate(scores), joined and agreement.summarize(joined)
+
+
+def _open(
+  stack: contextlib.ExitStack,
+  prefix: str,
+  run: runs.Run,
+  settings: Settings,
+  **changes: Any,
+) -> tuple[data.BatchIterator, int]:
+  """`open_split` of the settings with this prefix, '' or 'ood_', until the stack is closed."""
+  task, split = (getattr(settings, f'{prefix}{name}') for name in ('dataset', 'split'))
+  with naming(f'--{prefix}dataset={task}'):
+    info = data.classification_info(task)
+    # Checks the channels without reading an image.
+    image = jax.ShapeDtypeStruct((1, run.image_size, run.image_size, info.channels), jnp.float32)
+    jax.eval_shape(lambda x: match_channels(x, run.channels), image)
+    given = {
+      'task': task,
+      'name': f'--{prefix}split={split}',
+      'bound': '--max_examples',
+      'batch_size': settings.batch_size,
+    }
+    opened = run.open_split(split, settings.max_examples, **{**given, **changes})
+    return stack.enter_context(opened)
+
+
+def _covariance_or_why_none(run: runs.Run, settings: Settings) -> dict[str, Any]:
+  """Correlations of classes (`_covariance`), or a note of the defect, which leaves the tables.
+
+  Raises:
+    ValueError: an id of `covariance_index` does not exist.
+  """
+  try:
+    return _covariance(run, settings)
+  except Exception as error:
+    if settings.covariance_index and isinstance(error, ValueError):
+      raise
+    logging.getLogger(__name__).exception('There are no correlations of classes.')
+    reason = ' '.join(f'{type(error).__name__}: {error}'.split())
+    return {'no_covariance': f'its class correlations could not be computed ({reason}).'}
+
+
+def _covariance(run: runs.Run, settings: Settings) -> dict[str, Any]:
+  """The covariance fields of an `Evaluation`."""
+  index = tuple(dict.fromkeys(settings.covariance_index))
+  images = settings.covariance_images
+  look_alikes = data.classification_info(settings.dataset).look_alikes
+  counted = settings.homoglyph_examples if look_alikes else 0
+  if not (index or images or counted):
+    return {}
+  if reason := class_covariance.why_none(run.model.head):
+    return {'no_covariance': reason}
+  batch_size = 8 * run.partitioner.data_shards
+
+  def look_at(**which: Any) -> list[class_covariance.ClassCovariance]:
+    with contextlib.ExitStack() as stack:
+      few = {'whole': True, 'batch_size': batch_size}
+      batches, total = _open(stack, '', run, settings, **few)
+      batches = itertools.islice(batches, -(-total // batch_size))
+      return class_covariance.look(run, batches, batch_size, **which)
+
+  result = {}
+  if number := max(counted, 0 if index else images):
+    looks = look_at(number=number)
+    result['looks'] = looks[:images]
+    if counted:
+      result['homoglyphs'] = class_covariance.look_alike_rate(
+        [x.label for x in looks[:counted]],
+        [x.with_anchor for x in looks[:counted]],
+        look_alikes(settings.split, run.image_size),
+      )
+  if index:
+    with naming(f'--covariance_index={",".join(map(str, index))}'):
+      result['looks'] = look_at(index=index)
+  return result

@@ -15,14 +15,28 @@ Files of several data sets make one run under --names=RUN:DATASET,RUN:DATASET.
 """
 
 import dataclasses
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
+
 from het_plugin import reporting
+from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Gin, OneOf, Processes, Repeated
-from het_plugin.evaluation import fewshot as report
-from het_plugin.measures import fewshot
+from het_plugin.evaluation.fewshot import check, choose, read
+from het_plugin.evaluation.names import choose_names, naming
+from het_plugin.measures import comparison, fewshot
+from het_plugin.runs.sources import open_source
 from het_plugin.system.ranges import Count
 
+# {run: {data set: {shots: result}}}
+Results = Mapping[str, Mapping[str, Mapping[int, fewshot.FewShotResult]]]
+Row = Mapping[str, Any]
+_KEY = operator.itemgetter('run', 'dataset', 'shots')
+_SHOWN = ('run', 'dataset', 'shots', 'mean', 'stderr', 'classes_short', 'test_unseen')
 _OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size')  # flags that belong to --checkpoint
 _OF_FITS = ('protocol', 'classifier', 'draw', 'l2', 'shots', 'seeds')  # of --train or --checkpoint
 
@@ -106,13 +120,266 @@ class Settings(Gin, Processes):
 def run(settings: Settings) -> reporting.Report:
   """Accuracies of all runs, and their differences."""
   settings.join()
-  earlier = report.read_results(settings.results)
+  earlier = read_results(settings.results)
   protocol = {'name': settings.protocol, **dataclasses.asdict(settings.fits['protocol'])}
-  if settings.checkpoint:
-    of_checkpoints = settings.chosen(*_OF_CHECKPOINTS)
-    results = report.from_checkpoints(
-      settings.names, settings.checkpoint, settings.gin, **of_checkpoints, **settings.fits
+  evaluate = from_checkpoints if settings.checkpoint else from_files
+  return make_report(protocol, earlier, evaluate(settings))
+
+
+def from_files(settings: Settings) -> Results:
+  """Evaluates representations; each pair of a training and a test file is a data set of a run."""
+  names = settings.names
+  train = settings.train
+  runs = {}
+  chosen = choose_names(names, train, distinct=False)
+  for name, *pair in zip(chosen, train, settings.test, strict=True):
+    halves = [open_source(pair[0]).rows('train'), open_source(pair[1]).rows()]
+    rows_lib.check_pair(pair, [rows.meaning for rows in halves])
+    run, colon, dataset = name.partition(':') if names else (name, '', '')
+    dataset = dataset if colon else halves[0].provenance.get('dataset', 'saved')
+    datasets = runs.setdefault(run, {})
+    if dataset in datasets:
+      raise ValueError(
+        f'--train={pair[0]}: run {run!r} has the data set {dataset!r} twice: tell them apart with '
+        '--names=RUN:DATASET,...'
+      )
+    datasets[dataset] = tuple(map(_split, pair, halves))
+    first = next(iter(runs.values())).get(dataset, datasets[dataset])[1]
+    test_rows = datasets[dataset][1]
+    if not all(np.array_equal(getattr(first, x), getattr(test_rows, x)) for x in ('index', 'y')):
+      raise ValueError(
+        f'--test={pair[1]} has other rows than the test file of {next(iter(runs))!r}, with which '
+        f'run {run!r} is compared on {dataset!r}: give the same examples, or different data sets '
+        'in --names=RUN:DATASET,...'
+      )
+  return {run: _evaluate(run, datasets, **settings.fits) for run, datasets in runs.items()}
+
+
+def from_checkpoints(settings: Settings) -> Results:
+  """Evaluates checkpoints; the representations of their data sets are kept in memory."""
+  from het_plugin import runs  # imports TensorFlow, which files do not need
+
+  results = {}
+  opened = {}
+  names = choose_names(settings.names, settings.checkpoint)
+  # All checkpoints are found before the first one is evaluated.
+  for name, checkpoint in zip(names, settings.checkpoint, strict=True):
+    config = runs.configuration(checkpoint, *settings.gin)
+    bound = config.bindings('FewShotAction').get('datasets')
+    chosen = choose(settings.datasets, settings.splits, bound)
+    protocol = settings.fits['protocol']
+    fewshot.check_settings((1,), settings.seeds, protocol.l2, len(chosen))
+    opened[name] = config, chosen
+  for name, (config, chosen) in opened.items():
+    run = config.open()
+    for dataset in chosen:
+      check(run, dataset, settings.batch_size)
+    data = {}
+    with reporting.Progress(f'{name}: data', len(chosen), unit='data sets') as progress:
+      for dataset in chosen:
+        data[dataset.name] = read(run, dataset, settings.layer, settings.batch_size)
+        progress.update(1)
+    results[name] = _evaluate(name, data, **settings.fits)
+  return results
+
+
+def _split(source: str, rows: rows_lib.Rows) -> fewshot.Split:
+  rows = rows.ordered()  # files of two runs may have the same rows in two orders
+  with naming(source):
+    return fewshot.Split(rows.features, rows.consensus, rows.index)
+
+
+def _evaluate(
+  run: str,
+  data: Mapping[str, tuple[fewshot.Split, fewshot.Split]],
+  protocol: fewshot.Protocol,
+  shots: Sequence[int | str],
+  seeds: Sequence[int],
+) -> dict[str, dict[int, fewshot.FewShotResult]]:
+  """{data set: {shots: result}} of a run."""
+  most = max(int(np.unique(train.y, return_counts=True)[1].max()) for train, _ in data.values())
+  shots = tuple(dict.fromkeys(most if n == 'all' else n for n in shots))
+  fits = sum(
+    len(fewshot.used_seeds(protocol, seeds, n, train.y))
+    for train, _ in data.values()
+    for n in shots
+  )
+  with reporting.Progress(run, fits, unit='fits') as progress:
+    return fewshot.few_shot_all(
+      data, protocol, shots=shots, seeds=seeds, on_trial=lambda: progress.update(1)
     )
-  else:
-    results = report.from_files(settings.names, settings.train, settings.test, **settings.fits)
-  return report.make_report(protocol, earlier, results)
+
+
+def read_results(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
+  """The --json of earlier calls, by path.
+
+  Raises:
+    ValueError: a file is something else, or a run has two results for a data set and shots.
+  """
+  found = {}
+  of_key = {}
+  for path in paths:
+    try:
+      found[path] = json.loads(Path(path).read_text())
+      for row in found[path]['rows']:
+        operator.itemgetter(*_SHOWN)(row)
+      dict(found[path]['protocol'])
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+      raise ValueError(f'--results={path} is not a --json of this program: {error!r}') from error
+    for key in map(_KEY, found[path]['rows']):
+      if key in of_key:
+        run, dataset, shots = key
+        raise ValueError(
+          f'--results={path} has a result of run {run!r} for {dataset}, '
+          f'{reporting.counted(shots, "shot")}, and so has '
+          f'{of_key[key]}: leave one out, or repeat one call with other --names'
+        )
+      of_key[key] = path
+  return found
+
+
+def make_report(
+  protocol: Mapping[str, Any], earlier: Mapping[str, Mapping[str, Any]], results: Results
+) -> reporting.Report:
+  """Compares runs; rows of `earlier`, of `read_results`, are shown first, without differences."""
+  rows = []
+  for run, by_dataset in results.items():
+    for dataset, by_shots in by_dataset.items():
+      about = {'run': run, 'dataset': dataset, 'protocol': dict(protocol)}
+      rows += [{**about, **x.record()} for x in by_shots.values()]
+  # A file may itself have results of earlier calls, with protocols of their own.
+  of_files = {
+    path: [{'protocol': read['protocol'], **row} for row in read['rows']]
+    for path, read in earlier.items()
+  }
+  before = [row for of_file in of_files.values() for row in of_file]
+  used = [(path, row) for path, of_file in of_files.items() for row in of_file]
+  used += [('this call', row) for row in rows]
+  replaced = {*map(_KEY, before)} & {*map(_KEY, rows)}
+  rows = [row for row in before if _KEY(row) not in replaced] + rows
+  runs = {}
+  for row in rows:
+    run, dataset, shots, mean, stderr = (
+      row[x] for x in ('run', 'dataset', 'shots', 'mean', 'stderr')
+    )
+    shown = runs.setdefault(run, {'name': run, 'fewshot': {}, 'fewshot_stderr': {}})
+    shown['fewshot'].setdefault(dataset, {})[shots] = mean
+    shown['fewshot_stderr'].setdefault(dataset, {})[shots] = stderr
+  of_methods = averages(rows)
+  of_pairs = differences(results)
+  notes = ['Mean and standard error over draws of the examples.']
+  calls: dict[str, dict[str, list[str]]] = {}  # {settings: {call: runs}}
+  for call, row in used:
+    parts = (f'{name} {value}' for name, value in row['protocol'].items())
+    runs_of = calls.setdefault(', '.join(parts).removeprefix('name '), {}).setdefault(call, [])
+    if row['run'] not in runs_of:
+      runs_of.append(row['run'])
+  mixed = {call for call, _ in used if sum(call in of for of in calls.values()) > 1}
+  for settings, of in calls.items():
+    names = (f'{call} ({", ".join(of[call])})' if call in mixed else call for call in of)
+    of = f' of {", ".join(names)}' if len(calls) > 1 else ''
+    notes.append(f'Protocol{of}: {settings}.')
+  if replaced:
+    names = ', '.join(
+      f'{run} on {dataset}, {reporting.counted(n, "shot")}' for run, dataset, n in sorted(replaced)
+    )
+    notes.append(f'Results of this call replace results of --results: {names}.')
+  tables = []
+  if of_methods:
+    lines = [
+      (
+        x['method'],
+        str(x['shots']),
+        reporting.cell(x['mean'], x['stderr'], spec='.4f'),
+        str(x['num_cells']),
+      )
+      for x in of_methods
+    ]
+    header = ('method', 'shots', 'accuracy', 'cells')
+    tables.append(reporting.Table('Average over data sets and settings', header, lines))
+  if of_pairs:
+    lines = [
+      (f'{x["run"]} - {x["baseline"]}', x['dataset'], str(x['shots']))
+      + (reporting.cell(x['mean'], x.get('stderr_rows'), spec='+.4f'),)
+      + tuple(reporting.p_text(x.get(name)) for name in ('p_draws', 'p_rows', 'p_datasets'))
+      for x in of_pairs
+    ]
+    header = ('runs', 'data set', 'shots', 'accuracy', 'p draws', 'p rows', 'p data sets')
+    tables.append(reporting.Table('Paired differences', header, lines))
+    notes.append(
+      'Differences are paired, with the standard error over test rows. p draws: t-test over draws; '
+      'p rows: t-test over test rows; p data sets: signed-rank test over data sets.'
+    )
+  lowered = {  # what lowers an accuracy
+    'Classes with fewer examples than shots (all their examples are used)': {
+      f'{x["dataset"]} with {x["shots"]} shots': x['classes_short'] for x in rows
+    },
+    'Test rows of classes without a training example (they count as wrong)': {
+      x['dataset']: x['test_unseen'] for x in rows
+    },
+  }
+  for what, numbers in lowered.items():
+    if found := [f'{number} of {name}' for name, number in numbers.items() if number]:
+      notes.append(f'{what}: {", ".join(found)}.')
+  return reporting.Report(
+    title='Few-shot linear evaluation',
+    introduction='Accuracy of a linear classifier fitted to a few examples per class.',
+    rows=list(runs.values()),
+    tables=tables,
+    notes=notes,
+    draw=lambda: {
+      'shots': reporting.Figure(reporting.shots_png(list(runs.values())), 'Accuracy by shots.')
+    },
+    json={
+      'protocol': dict(protocol) if results else [*earlier.values()][-1]['protocol'],
+      'rows': rows,
+      'averages': of_methods,
+      'differences': of_pairs,
+    },
+  )
+
+
+def averages(rows: Sequence[Row]) -> list[dict[str, Any]]:
+  """One row per method and number of shots, averaged over all data sets and settings.
+
+  See Collier et al. 2023, table 22. Methods are averaged over the cells (data set, setting) that
+  all of them have. Data sets and settings are fixed and only the draws are random, so the standard
+  error of n cells is sqrt(sum of their squared standard errors) / n.
+  """
+  methods = {}
+  for row in rows:
+    method, _, setting = row['run'].partition('/')
+    methods.setdefault((row['shots'], method), {})[row['dataset'], setting] = row
+  averaged = []
+  for shots in sorted({shots for shots, _ in methods}):
+    of_shots = {m: cells for (n, m), cells in methods.items() if n == shots}
+    common = sorted(set.intersection(*map(set, of_shots.values())))  # the order rounds the sums
+    for method, cells in of_shots.items() if len(common) > 1 else ():
+      means, errors = ([cells[key][name] for key in common] for name in ('mean', 'stderr'))
+      stderr = None if None in errors else float(np.linalg.norm(errors) / len(errors))
+      averaged.append(
+        {'method': method, 'shots': shots, 'mean': float(np.mean(means)), 'stderr': stderr}
+        | {'num_cells': len(common)}
+      )
+  return averaged
+
+
+def differences(results: Results) -> list[dict[str, Any]]:
+  """Differences of each run to the first, per data set and number of shots, and over data sets."""
+  rows = []
+  (first, baseline), *others = results.items() or [(None, None)]
+  for run, by_dataset in others:
+    about = {'run': run, 'baseline': first}
+    common = [name for name in by_dataset if name in baseline]
+    shared = {name: sorted({*by_dataset[name]} & {*baseline[name]}) for name in common}
+    for name in common:
+      for n in shared[name]:
+        found = comparison.difference(by_dataset[name][n], baseline[name][n])
+        rows.append({**about, 'dataset': name, 'shots': n, **found})
+    for n in sorted(set.intersection(*map(set, shared.values()))) if len(common) > 1 else ():
+      ours, theirs = ({name: r[name][n] for name in common} for r in (by_dataset, baseline))
+      mean = float(np.mean([ours[name].mean - theirs[name].mean for name in common]))
+      p = comparison.signed_rank_p(ours, theirs)
+      over_all = {'dataset': f'all {len(common)}', 'shots': n, 'mean': mean, 'p_datasets': p}
+      rows.append(about | over_all)
+  return rows

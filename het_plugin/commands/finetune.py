@@ -31,8 +31,8 @@ import gin
 from het_plugin import data, reporting, runs, weights
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Gin, OneOf, Processes, Repeated
+from het_plugin.commands import evaluate, represent, select
 from het_plugin.data import splits
-from het_plugin.evaluation import evaluate, represent, select
 from het_plugin.evaluation.candidates import candidate_names, number_to_keep, split_sources
 from het_plugin.evaluation.names import naming
 from het_plugin.experiments import trainings
@@ -246,8 +246,20 @@ def _represented(
   if weights.is_weights_file(source):  # the configuration of its training describes it
     bindings = [*training.gin_bindings, f'MODEL_DIR = {str(folder)!r}']
     described = training.gin_files, bindings, training.gin_search_paths
-  settings = {'splits': 'train', 'format': 'npz', 'batch_size': batch_size}
-  found = represent.represent(source, described, dataset, str(folder), **settings)
+  gin_file, gin_bindings, gin_search_paths = described
+  found = represent.represent(
+    represent.Settings(
+      checkpoint=source,
+      dataset=dataset,
+      splits='train',
+      output_dir=str(folder),
+      format='npz',
+      batch_size=batch_size,
+      gin_file=gin_file,
+      gin_bindings=gin_bindings,
+      gin_search_paths=gin_search_paths,
+    )
+  )
   jax.clear_caches()  # the next model shares no program
   return rows_lib.read(found['files'][0]['file'])
 
@@ -265,12 +277,16 @@ def _predictions(
   files = []
   for name, run in trained.items():
     target = folder / 'predictions' / split / _file_name(name)
-    settings = evaluate.EvaluateSettings(
-      checkpoint=[str(run)], split=split, batch_size=batch_size, save_to=target
+    settings = evaluate.Settings(
+      checkpoint=(str(run),),
+      split=split,
+      batch_size=batch_size,
+      covariance_images=0,
+      homoglyph_examples=0,
     )
     find = functools.partial(_file_in, target)
     if not (found := processes.in_the_first(find)):
-      evaluate.evaluate(settings)
+      evaluate.evaluate(settings, target)
       found = processes.in_the_first(find)  # which has written it
     files.append(found)
   return files

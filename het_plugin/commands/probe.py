@@ -15,13 +15,35 @@ a whole fit for each value; auto has short ones, each from the end of the one be
 """
 
 import dataclasses
-from typing import Annotated, Literal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from sklearn.model_selection import KFold
 
 from het_plugin import reporting
-from het_plugin.commands._rows import RowsSettings
+from het_plugin.commands._rows import FileOrArrays, RowsSettings, files_of, read
+from het_plugin.estimators import inputs
 from het_plugin.estimators import probe as grid
-from het_plugin.evaluation import probe
+from het_plugin.estimators.classifier import HeadClassifier
+from het_plugin.estimators.probe import (
+  are_known,
+  fit_best,
+  fit_titles,
+  num_noise_params,
+  price,
+)
+from het_plugin.evaluation.names import task_name
+from het_plugin.evaluation.uncertainty_report import calibration_figures
+from het_plugin.measures import agreement, uncertainty, votes
+from het_plugin.measures.comparison import EXTREME, extreme_share
+from het_plugin.rows import Rows, check_pair, concatenate
+from het_plugin.rows.labels import are_marks
 from het_plugin.system.ranges import Count
+
+_COMPARED = ('nll', 'brier', 'precision_at_1')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,11 +129,295 @@ def run(settings: Settings) -> reporting.Report:
 
   train = sources.rows_or_file(train, 'train')
   test = test and sources.rows_or_file(test)
-  return probe.probe(train, test or None, fits, settings.ood and sources.rows_or_file(settings.ood))
+  return probe(train, test or None, fits, settings.ood and sources.rows_or_file(settings.ood))
 
 
 def _usual_splits(dataset: str) -> list[str]:
-  from het_plugin.evaluation import represent
-  from het_plugin.runs.run import default_split
+  from het_plugin.runs.run import default_split  # imports what files do not need
 
-  return ['train', default_split(represent.task_name(dataset))]
+  return ['train', default_split(task_name(dataset))]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outcome:
+  """One head: scores and folds of all test examples, the settings chosen in each fold, and the
+  price of its noise.
+  """
+
+  head: str
+  scores: uncertainty.ExampleScores
+  fold: np.ndarray
+  chosen: Sequence[dict[str, Any]]
+  seconds: float
+  unfinished: int
+  left_out: int
+  agreement: dict[str, float]
+  price: float
+
+
+def probe(
+  train: FileOrArrays,
+  test: FileOrArrays | None,
+  settings: grid.Settings,
+  ood: FileOrArrays | None = None,
+) -> reporting.Report:
+  """Fits the heads to representations.
+
+      >>> from sklearn.datasets import load_iris
+      >>> settings = grid.Settings(heads=['det'], c=[0.1, 1.0], folds=2, progress=False)
+      >>> report = probe(load_iris(return_X_y=True), None, settings)
+      >>> (row,) = report.json
+      >>> row['num_examples'], len(row['chosen'])
+      (150, 2)
+
+  Args:
+    train: a file (`rows.read`), or features [N, D], which may be a memory map, and class ids [N];
+      or `Rows`; or without `test` a folder of `represent`, whose files train and test are taken.
+    test: a file or arrays for the test rows; None uses folds of `train`.
+    settings: settings of the comparison.
+    ood: rows of another distribution, whose confidence is compared with that of the test rows.
+
+  Returns:
+    The report, with a row for each head. Its NLL is in nats per example.
+
+  Raises:
+    ValueError: a file or a setting is wrong.
+  """
+  if test is None and isinstance(train, str) and Path(train).is_dir():
+    train, test = files_of(Path(train))
+  train_rows, train = read(train, 'the training rows')
+  test_rows, test = (None, None) if test is None else read(test, 'the test rows')
+  if test_rows is not None and test is not None:
+    check_pair((train, test), (train_rows.meaning, test_rows.meaning))
+  elif len(train_rows.features) < settings.folds:
+    raise ValueError(
+      f'--folds={settings.folds} must be at most {len(train_rows.features)}, the rows of {train}'
+    )
+  ood_rows = None if ood is None else read(ood, 'the rows of another distribution')[0].features
+  if ood_rows is not None and ood_rows.shape[1] != train_rows.features.shape[1]:
+    raise ValueError(
+      f'--ood has {ood_rows.shape[1]} features and {train} has {train_rows.features.shape[1]}; '
+      'they must be equal'
+    )
+  y, classes, target = targets_of(train_rows, settings.target)
+  settings = dataclasses.replace(settings, target=target)
+  if ood_rows is not None and target == 'auto' and y.ndim == 2:
+    raise ValueError(
+      f'--ood={ood if isinstance(ood, str) else "rows"} needs one label a row, or --target=votes: '
+      f'{train} has several, and each of their classes would have a probability of its own'
+    )
+  if test_rows is not None:
+    _columns(test_rows.labels, classes)
+  rows = (train_rows, y, test_rows, ood_rows)
+  starts = {}
+  titles = fit_titles(settings, settings.folds if test is None else 1)
+  outcomes = [_outcome(head, *rows, settings, starts, titles) for head in settings.heads]
+  baseline = settings.baseline or settings.heads[0]
+  first = next(x for x in outcomes if x.head == baseline)
+  rows = [_row(x, first, test_rows is None) for x in outcomes]
+  where = test
+  num_fitted = len(train_rows.features)
+  if test is None:
+    where = f'{settings.folds} folds of {train}'
+    num_fitted -= num_fitted // settings.folds
+  differences = (
+    f'differences to {baseline} are paired by example. extreme: share of the difference in NLL '
+    f'that the {EXTREME:.0%} of examples with the largest differences make. Near 1, the other '
+    'examples gain nothing.'
+  )
+  notes = [
+    f'± is a standard error over examples{f"; {differences}" if len(rows) > 1 else "."} '
+    'ECE: 15 bins of equal width. seconds: the fit of DET, from which the noise starts, counts '
+    'once. price: the nats per example that the parameters of the noise cost without '
+    'regularisation, p / (2N).',
+  ]
+  notes += [
+    f'{x.head}: {x.unfinished} of its fits have not converged; raise --max_iter.'
+    for x in outcomes
+    if x.unfinished
+  ]
+  if first.left_out:
+    notes.append(f'Rows left out, because no other fold has their class: {first.left_out}.')
+  notes += [note for x in outcomes for note in _ends_of_the_grid(x, settings)]
+  return reporting.Report(
+    title='Heads on saved representations',
+    introduction=f'{len(first.scores.index):,} examples of {where}; heads fitted to '
+    f'{num_fitted:,} rows of {train_rows.features.shape[1]} features.',
+    rows=[_shown(row) for row in rows],
+    row_title='head',
+    notes=notes,
+    draw=lambda: calibration_figures({x.head: x.scores for x in outcomes}),
+    json=rows,
+  )
+
+
+def targets_of(rows: Rows, target: str) -> tuple[np.ndarray, np.ndarray, str]:
+  """y of the fits, its classes, and which `target` it is: ids [N]; with several labels an example
+  votes [N, L], an indicator [N, K], or, where they have weights, shares of the classes [N, K].
+
+  Raises:
+    ValueError: an example has not one label, or labels are those of `labels.are_marks`.
+  """
+  labels = rows.labels
+  num_classes = rows.num_classes
+  if votes.has_shares(labels, rows.label_weight):
+    shares = votes.shares(labels, num_classes, rows.label_weight)
+    return shares, np.arange(num_classes), 'probabilities'
+  if target == 'votes' or labels.shape[1] == 1:
+    y = labels if target == 'votes' else rows.label
+    return y, np.unique(labels[labels >= 0]), target
+  if are_marks(labels, labels.shape[1]):
+    raise ValueError(
+      f'labels are {list(labels.shape)} of 0 and 1: classes that are marked must be their numbers, '
+      'padded with -1; for votes set --target=votes'
+    )
+  return votes.indicator(labels, num_classes).astype(int), np.arange(num_classes), target
+
+
+def _columns(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
+  """The numbers of labels [N, L] among the sorted classes, -1 where there is none.
+
+  Raises:
+    ValueError: a label is none of the classes.
+  """
+  found = np.minimum(np.searchsorted(classes, labels), len(classes) - 1)
+  unseen = (classes[found] != labels) & (labels >= 0)
+  if unseen.any():
+    raise ValueError(
+      f'{int(unseen.any(axis=1).sum())} test rows have classes that do not occur in the training '
+      f'rows, such as {int(labels[unseen][0])}'
+    )
+  return np.where(labels >= 0, found, -1)
+
+
+def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
+  start = time.perf_counter()
+  if test is not None:
+    splits = [(np.arange(len(y)), np.arange(len(test)))]
+  else:
+    splits = list(KFold(settings.folds, shuffle=True, random_state=settings.seed).split(y))
+  parts = []
+  folds = []
+  chosen = []
+  unfinished = 0
+  left_out = 0
+  agreements = []
+  for number, (fitted, known) in enumerate(splits):
+    if test is None and (settings.target == 'votes' or y.ndim == 1):  # others have no probability
+      seen = are_known(train.labels[known], train.labels[fitted])
+      left_out = left_out + int((~seen).sum())
+      known = known[seen]
+      if not len(known):  # nothing to score
+        continue
+    of_fold = train.features, y, fitted, settings, starts, titles
+    estimator, point, failures = fit_best(head, *of_fold)
+    rows = train if test is None else test
+    of_parts = inputs.parts(known, rows.features)
+    predictions = concatenate([_predictions(estimator, rows.take(part)) for part in of_parts])
+    parts.append(uncertainty.score_examples(**predictions.labelled, ks=(1,)))
+    if predictions.link == 'softmax':
+      ood_log_p = None if ood is None else estimator.predict_log_proba(ood)
+      of_people = predictions.log_prob, predictions.labels, predictions.label_weight
+      people = agreement.score_examples(*of_people)
+      agreements.append(agreement.summarize(people, ood_log_p))
+    folds.append(np.full(len(known), number))
+    chosen.append(point)
+    unfinished += failures
+  seconds = time.perf_counter() - start
+  return Outcome(
+    head,
+    uncertainty.concatenate(parts),
+    np.concatenate(folds),
+    chosen,
+    seconds,
+    unfinished,
+    left_out,
+    {name: float(np.mean([x[name] for x in agreements])) for name in (agreements or [{}])[0]},
+    price(num_noise_params(estimator), len(fitted)),
+  )
+
+
+def _ends_of_the_grid(outcome, settings):
+  """A note for each setting whose largest or smallest value was chosen by a fold."""
+  for name, values in (('C', settings.c), ('C_noise', settings.c_noise)):
+    values = sorted(x for x in values if x)
+    chosen = [point.get(name) for point in outcome.chosen]
+    if len(values) < 2:
+      continue
+    for end, beyond in ((values[0], 'smaller'), (values[-1], 'larger')):
+      if end in chosen:
+        where = f'{name}={end:g} was chosen at the end of --{name}'
+        yield f'{outcome.head}: {where}: try {beyond} ones.'
+
+
+def _predictions(estimator: HeadClassifier, rows: Rows) -> Rows:
+  """What the estimator predicts for the rows, with class numbers as labels."""
+  labels = _columns(rows.labels, estimator.classes_).astype(np.int32)
+  columns = {'log_prob': np.minimum(estimator.predict_log_proba(rows.features), 0.0)}
+  link = 'softmax'
+  if estimator.target_ == 'indicator':
+    link = 'sigmoid'
+    on = votes.indicator(labels, len(estimator.classes_))
+    columns['nll'] = estimator.nll(rows.features, on.astype(int))
+  weight = rows.label_weight if link == 'softmax' else None
+  return Rows(columns, labels, rows.index, weight, link=link)
+
+
+def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:
+  """All results of a head as JSON values."""
+  summary = uncertainty.summarize(outcome.scores)
+  row: dict[str, Any] = {'head': outcome.head}
+  names = ('nll', 'precision_at_1', 'ece', 'brier')
+  row |= {name: summary.pop(name) for name in names}
+  row |= {'seconds': outcome.seconds, **summary, 'price': outcome.price}
+  row['chosen'] = list(outcome.chosen)
+  row |= {'agreement': outcome.agreement} if outcome.agreement else {}
+  if in_folds:
+    row['stderr_folds'] = {
+      name: _over_folds(_values(outcome.scores, name), outcome.fold) for name in _COMPARED
+    }
+  if outcome is not first:
+    difference = uncertainty.difference(outcome.scores, first.scores)
+    gap = _sorted_by_index(outcome.scores) - _sorted_by_index(first.scores)
+    difference['extreme'] = extreme_share(gap)
+    if in_folds:
+      per_example = _values(outcome.scores, 'nll') - _values(first.scores, 'nll')
+      difference['stderr_folds'] = {'nll': _over_folds(per_example, outcome.fold)}
+    row['difference'] = difference
+  return row
+
+
+def _sorted_by_index(scores):
+  return scores.nll[np.argsort(scores.index)]
+
+
+def _values(scores, name):
+  return scores.precision[1] if name == 'precision_at_1' else getattr(scores, name)
+
+
+def _over_folds(values, fold) -> float | None:
+  """Standard error of the mean over folds."""
+  means = np.array([values[fold == f].mean() for f in np.unique(fold)])
+  return uncertainty.stderr(means)
+
+
+def _shown(row):
+  names = ('nll', 'precision_at_1', 'ece', 'brier', 'auroc_errors', 'seconds')
+  shown = {name: row[name] for name in names if name in row}
+
+  def chosen(name, spec):  # by the folds
+    return ', '.join(dict.fromkeys(format(point[name], spec) for point in row['chosen']))
+
+  shown |= {'C': chosen('C', 'g')}
+  if 'C_noise' in row['chosen'][0]:
+    shown['C_noise'] = chosen('C_noise', 'g')
+  shown |= {'chosen tau': chosen('tau', ''), 'price': f'{row["price"]:.3g}'}
+  tables = {}
+  if 'stderr_folds' in row:
+    tables['± over folds'] = row['stderr_folds']
+  if {'disagreement_correlation', 'ood_auroc'} & set(row.get('agreement', ())):
+    tables['agreement with labels'] = row['agreement']
+  if 'difference' in row:
+    tables['difference'] = {k: v for k, v in row['difference'].items() if k != 'stderr_folds'}
+  errors = {name: row['stderr'].get(name) for name in ('nll', 'precision_at_1', 'brier')}
+  return {'name': row['head'], **shown, 'stderr': errors, 'tables': tables}

@@ -10,18 +10,48 @@ published file, whose model --gin_file gives.
 --arrays=FILE in place of --checkpoint and --dataset turns arrays made elsewhere into such files.
 """
 
+import contextlib
 import dataclasses
-from typing import Annotated, ClassVar
+import functools
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
-from het_plugin import reporting
+import flax
+import jax
+import numpy as np
+
+from het_plugin import data, reporting, runs
+from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Gin, OneOf, Processes
-from het_plugin.evaluation import represent
+from het_plugin.evaluation.names import task_name
 from het_plugin.rows import files
-from het_plugin.runs.run import POOLS
+from het_plugin.runs import unfinished
+from het_plugin.runs.run import POOLS, params_fingerprint
+from het_plugin.runs.unfinished import SplitFiles
+from het_plugin.system import processes, run_files
 from het_plugin.system.ranges import Count
 
-_OF_FILES = ('format', 'dtype', 'overwrite')
-_OF_A_MODEL = ('splits', 'layers', 'pool', 'batch_size', 'max_examples', 'image_size')
+_PROGRAM = 'het_plugin.represent'
+_ARRAYS_LAYER = 'features'
+_ARRAYS_SPLIT = 'all'
+_SHARDED = 'parquet', 'webdataset', 'array_record', 'tfrecord'  # PATH?SETTINGS
+_OF_RUNS = (
+  'checkpoint',
+  'dataset',
+  'gin_file',
+  'gin_bindings',
+  'splits',
+  'layers',
+  'pool',
+  'batch_size',
+  'max_examples',
+  'image_size',
+)  # flags that cannot go with --arrays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,20 +97,227 @@ def run(settings: Settings) -> reporting.Report:
   """The files, with their sizes."""
   if settings.arrays is None and not (settings.checkpoint and settings.dataset):
     raise ValueError('--checkpoint and --dataset are needed, or --arrays')
-  if settings.arrays:
-    of_runs = 'checkpoint', 'dataset', 'gin_file', 'gin_bindings', *_OF_A_MODEL
-    if given := [name for name in of_runs if name in settings.given]:
-      raise ValueError(
-        f'--{given[0]} cannot go with --arrays={settings.arrays}, which are features'
-      )
+  if settings.arrays and (given := [name for name in _OF_RUNS if name in settings.given]):
+    raise ValueError(f'--{given[0]} cannot go with --arrays={settings.arrays}, which are features')
   settings.join()
-  of_files = settings.chosen(*_OF_FILES)
-  if settings.arrays:
-    result = represent.convert(settings.arrays, settings.output_dir, **of_files)
+  result = convert(settings) if settings.arrays else represent(settings)
+  return reporting.Report(title='Representations', introduction=table(result['files']), json=result)
+
+
+def represent(settings: Settings, program: str = _PROGRAM) -> dict[str, Any]:
+  """Extracts layers of the splits of a data set.
+
+  `program` is the command, for the provenance. Returns the checkpoint and, under 'files', a row per
+  file, on all processes.
+  """
+  output_dir = _local(settings.output_dir)
+  if not settings.layers:
+    raise ValueError('--layers= is empty: pre_logits, or others of the backbone')
+  task = task_name(settings.dataset)
+  info = data.classification_info(task)
+  names = choose_splits(task, info, settings.splits)
+  opened = runs.open_run(settings.checkpoint, *settings.gin)
+  layers = tuple(dict.fromkeys(settings.layers))
+
+  def open_batches(split: str) -> contextlib.AbstractContextManager:
+    return opened.open_split(
+      split,
+      settings.max_examples,
+      task=task,
+      name=f'--splits={split}: this split of {task}',
+      bound='--max_examples',
+      image_size=settings.image_size or opened.image_size,
+      batch_size=settings.batch_size,
+    )
+
+  num_examples = {}
+  for split in names:
+    with open_batches(split) as (batches, num_examples[split]):
+      spec = batches.element_spec
+  _check_fit(opened, layers, settings.pool, settings.dtype, spec)
+  made_from = {
+    'step': opened.step,
+    'params': params_fingerprint(opened.params),
+    'dataset': task,
+    'dataset_version': info.version,
+    'pool': settings.pool,
+    'dtype': settings.dtype,
+    'image_size': spec['image'].shape[1],
+    'max_examples': settings.max_examples,
+    'config': opened.config.text,
+  }
+  folder = output_dir / folder_name(task)
+  suffix = f'.{settings.format}'
+  written = {x: SplitFiles(folder, x, suffix, {**made_from, 'split': x}) for x in names}
+  # All errors of settings are found before the first split is begun.
+  pending = {split: written[split].pending(layers, settings.overwrite) for split in names}
+  provenance = {'checkpoint': opened.checkpoint, **reporting.provenance(program)}
+  rows = []
+  for split, left in pending.items():
+    speed = {}
+    start = time.monotonic()
+    if left.layers:
+      progress = reporting.Progress(split, num_examples[split], left.num_rows)
+      with written[split].held(), open_batches(split) as (batches, _), progress:
+        # Another program may have written some of it meanwhile.
+        now = written[split].pending(layers, settings.overwrite)
+        if now.layers:
+          written[split].complete(
+            now,
+            opened,
+            batches,
+            settings.batch_size,
+            num_examples[split],
+            pool=settings.pool,
+            class_names=info.class_names,
+            provenance=provenance,
+            on_rows=progress.update,
+          )
+      seconds = time.monotonic() - start
+      computed = progress.count - left.num_rows
+      speed = {'seconds': seconds, 'images_per_second': computed / seconds}
+    describe = functools.partial(_rows, written[split], layers, left.layers, speed)
+    rows += json.loads(processes.in_the_first(describe))
+  return {'checkpoint': opened.checkpoint, 'step': opened.step, 'dataset': task, 'files': rows}
+
+
+def _local(output_dir: str | None) -> Path:
+  if not output_dir:
+    raise ValueError('--output_dir is needed: where the files are written')
+  return run_files.local_folder('output_dir', output_dir)
+
+
+def folder_name(task: str) -> str:
+  """The folder of a task's representations: the name of its file or folder, without parents."""
+  prefix, _, argument = task.partition(':')
+  path, *settings = argument.split('?')
+  stem = Path(path).resolve().name.removesuffix('.parquet').removesuffix('.tar')
+  names = {
+    'npz': Path(argument).stem,
+    'image_folder': Path(argument).resolve().name,
+    'tfds': argument,
+    **dict.fromkeys(_SHARDED, '_'.join([stem, *settings])),
+  }
+  return unfinished.safe_name(names.get(prefix, task))
+
+
+def choose_splits(task: str, info: data.TaskInfo, given: str | None) -> list[str]:
+  """Names of the splits: those given, or all that are finite."""
+  if given is None:
+    names = [name for name, num_examples in info.splits.items() if num_examples]
   else:
-    of_model = settings.chosen(*_OF_A_MODEL)
-    source = settings.checkpoint, settings.gin, settings.dataset
-    result = represent.represent(*source, settings.output_dir, **of_files, **of_model)
-  return reporting.Report(
-    title='Representations', introduction=represent.table(result['files']), json=result
-  )
+    names = re.split(r',(?![^\[]*\])', given)  # a comma in brackets is within a slice
+  names = list(dict.fromkeys(name.strip() for name in names if name.strip()))
+  if not names:
+    raise ValueError(
+      f'--splits is needed: {task} has no finite split; choose from {", ".join(info.splits)}'
+    )
+  _check_file_names(names, f'--splits={given}')
+  return names
+
+
+def _check_file_names(splits: Sequence[str], given: str) -> None:
+  if len({unfinished.safe_name(name) for name in splits}) != len(splits):
+    raise ValueError(f'{given}: two of the splits {", ".join(splits)} give the same file name')
+
+
+def _check_fit(
+  run: runs.Run,
+  layers: Sequence[str],
+  pool: str,
+  dtype: str,
+  spec: Mapping[str, jax.ShapeDtypeStruct],
+) -> None:
+  """Raises ValueError for layers or image sizes that do not fit the model; compiles nothing."""
+  shape = list(spec['image'].shape[1:])
+  try:
+    columns = [rows_lib.column(layer) for layer in layers]
+    run.computing(columns, pool=pool, dtype=dtype).compiled.trace(run.params, dict(spec))
+  except ValueError as error:
+    raise ValueError(f'--layers={",".join(layers)}, images {shape}: {error}') from error
+  except flax.errors.ScopeParamShapeError as error:
+    raise ValueError(
+      f'--image_size={shape[0]} does not fit the parameters of {run.checkpoint}, which are for '
+      f'{run.image_size}'
+    ) from error
+
+
+def convert(settings: Settings) -> dict[str, Any]:
+  """Writes arrays made elsewhere in our format, with one file per split if they name splits.
+
+  Returns the source and, under 'files', a row per file.
+  """
+  source = settings.arrays
+  output_dir = _local(settings.output_dir)
+  path, split = files.partition_source(source)
+  names = (split,) if split else files.split_names(path)
+  _check_file_names(names, f'--arrays={source}')
+  wanted = {name: f'{path}:{name}' for name in names} or {_ARRAYS_SPLIT: source}
+  paths = path.split(',') if path.endswith('.npy') else [path]
+  folder = output_dir / unfinished.safe_name(Path(paths[0]).stem)
+  rows = []
+  digests = None
+  for name, part in wanted.items():
+    read = rows_lib.read(part)
+    digests = digests or [_sha256(path) for path in paths]
+    with np.errstate(over='ignore'):  # the next line raises
+      features = read.features.astype(jax.numpy.dtype(settings.dtype))
+    unfinished.check_finite(_ARRAYS_LAYER, features, read.index)
+    made_from = {'source': part, 'sha256': digests, 'dtype': settings.dtype, 'split': name}
+    target = SplitFiles(folder, name, f'.{settings.format}', made_from)
+    pending = target.pending([_ARRAYS_LAYER], settings.overwrite).layers
+    if pending:
+      about = {'layer': _ARRAYS_LAYER, 'num_examples': len(features), 'dim': features.shape[1]}
+      provenance = {**read.provenance, **reporting.provenance(_PROGRAM), **made_from, **about}
+      columns = {'features': features}
+      converted = dataclasses.replace(read, columns=columns, provenance=provenance)
+      files.write(target.path(_ARRAYS_LAYER), converted)
+    rows.append(_row(target, _ARRAYS_LAYER, {} if pending else None))
+  return {'arrays': source, 'files': rows}
+
+
+def _sha256(path: str) -> str:
+  with open(path, 'rb') as file:
+    return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def _rows(
+  target: SplitFiles, layers: Sequence[str], new: Sequence[str], speed: Mapping[str, float]
+) -> str:
+  """The rows of a split's files as JSON; `speed` is of the `new` layers."""
+  return json.dumps([_row(target, layer, speed if layer in new else None) for layer in layers])
+
+
+def _row(target: SplitFiles, layer: str, speed: Mapping[str, float] | None) -> dict[str, Any]:
+  """The row of a file; speed is None if the file was already complete."""
+  path = target.path(layer)
+  if speed is None:
+    print(f'{path} is complete already.', flush=True)
+  provenance = files.read_provenance(path)
+  return {
+    'split': target.split,
+    'layer': layer,
+    'num_examples': provenance['num_examples'],
+    'dim': provenance['dim'],
+    'file': str(path),
+    'seconds': None,
+    'images_per_second': None,
+    **(speed or {}),
+  }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+  """The rows of files as text."""
+  cells = [
+    (
+      row['split'],
+      row['layer'],
+      f'{row["num_examples"]:,}',
+      f'{row["dim"]:,}',
+      *(reporting.cell(row[x], spec=',.1f') for x in ('seconds', 'images_per_second')),
+      row['file'],
+    )
+    for row in rows
+  ]
+  header = ('split', 'layer', 'N', 'D', 'seconds', 'images/s', 'file')
+  return reporting.aligned([header, *cells])

@@ -17,17 +17,34 @@ both. A flag that a subcommand does not read is refused.
 
 import dataclasses
 import inspect
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
 
 from het_plugin import reporting
+from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Gin, OneOf, Repeated
-from het_plugin.evaluation import select
-from het_plugin.evaluation.candidates import split_sources
-from het_plugin.measures import knn, rankme
+from het_plugin.evaluation.candidates import (
+  candidate_names,
+  check_representations,
+  number_to_keep,
+  read_softmax_predictions,
+  same_predictions,
+  split_sources,
+)
+from het_plugin.evaluation.names import naming
+from het_plugin.measures import fewshot, greedy_ensemble, knn, rankme, votes
+from het_plugin.measures import knn as neighbors
+from het_plugin.measures import rankme as effective_rank
+from het_plugin.measures.ranking import best_first, rank_agreement
+from het_plugin.runs.sources import open_source
 from het_plugin.system.ranges import Count
 
-MEASURES = {'knn': select.knn, 'rank': select.rank, 'ensemble': select.ensemble}
-_READ = {name: [*inspect.signature(measure).parameters] for name, measure in MEASURES.items()}
+_RANKME = (
+  'and RankMe, the effective rank of the representations (Garrido et al. 2023, eq. 1), from 1 to '
+  'the smaller of D and the number of examples'
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +90,199 @@ class Settings(Gin):
   html: str | None = None
 
 
+def knn(
+  *,
+  train: Sequence[str],
+  test: Sequence[str],
+  names: Sequence[str] | None,
+  k: Sequence[int],
+  metric: str,
+  max_examples: int,
+) -> reporting.Report:
+  """k-nearest-neighbour accuracy of every candidate, on test files or leaving one out; RankMe."""
+  names = candidate_names(names, train, test)
+  check_representations(train, test)
+  sources = zip(train, test, strict=True) if test else zip(train)
+  rows = [
+    _measured(name, of_name, k, metric, max_examples)
+    for name, of_name in zip(names, sources, strict=True)
+  ]
+  rows.sort(key=lambda row: -row['accuracy'][k[0]])
+  lines = {row['candidate']: (k, [row['accuracy'][n] for n in k]) for row in rows}
+  measured = 'the test examples' if test else 'the training examples, each left out in turn'
+  return reporting.Report(
+    row_title='candidate',
+    title='k-nearest-neighbour accuracy',
+    introduction=f'Accuracy of the vote of the k nearest training examples ({metric} distance) on '
+    f'{measured}, {_RANKME}.',
+    rows=[_columns(row) for row in rows],
+    draw=lambda: _figure(
+      reporting.lines_png(
+        lines, xlabel='neighbours k', ylabel='accuracy', log_x=True, whole_steps=True
+      ),
+      'Accuracy against the number of neighbours.',
+    ),
+    json={'metric': metric, 'leave_one_out': not test, 'rows': rows},
+  )
+
+
+def rank(
+  *,
+  train: Sequence[str],
+  test: Sequence[str],
+  names: Sequence[str] | None,
+  k: Sequence[int],
+  metric: str,
+  max_examples: int,
+  keep: str,
+  shots: Sequence[int],
+  seeds: Sequence[int],
+  l2: float | str,
+) -> reporting.Report:
+  """The proxies of every candidate, and few-shot accuracy of the `keep` best by the first k."""
+  fewshot.check_settings(shots, seeds, l2)
+  names = candidate_names(names, train, test)
+  if not test:
+    raise ValueError('--test is not set; rank measures few-shot accuracy on test files')
+  num_kept = number_to_keep(keep, names)
+  check_representations(train, test)
+
+  rows = [
+    _measured(name, [source], k, metric, max_examples)
+    for name, source in zip(names, train, strict=True)
+  ]
+  order = best_first([row['accuracy'][k[0]] for row in rows])
+  for i in order[:num_kept]:
+    rows[i]['few_shot'] = _few_shot(train[i], test[i], shots=shots, seeds=seeds, l2=l2)
+  rows = [rows[i] for i in order]
+  kept = rows[:num_kept]
+  proxy = [row['accuracy'][k[0]] for row in kept]
+  points = {n: (proxy, [row['few_shot'][n].mean for row in kept]) for n in shots}
+  agreements = {}
+  notes = []
+  if len(kept) < len(names):
+    notes = [
+      f'few-shot accuracy of the best {len(kept)} of {len(names)}; --keep=all measures the proxy'
+    ]
+  elif len(names) > 1:
+    agreements = {n: rank_agreement(*xy) for n, xy in points.items()}
+  notes += [
+    f"{reporting.counted(n, 'shot')}: Kendall's tau "
+    + ('undefined' if found['kendall_tau'] is None else f'{found["kendall_tau"]:.3f}')
+    + f'; regret of keeping the best 1, 2, ...: {", ".join(f"{x:.3f}" for x in found["regret"])}'
+    for n, found in agreements.items()
+  ]
+  return reporting.Report(
+    row_title='candidate',
+    title='Candidates for a task',
+    introduction=f'Leave-one-out accuracy of the k nearest training examples ({metric} distance) '
+    f'and few-shot accuracy on the test examples of the best {len(kept)}, {_RANKME}.',
+    rows=[_columns(row) for row in rows],
+    notes=notes,
+    draw=lambda: _figure(
+      reporting.scatter_png(
+        {reporting.counted(n, 'shot'): xy for n, xy in points.items()},
+        [row['candidate'] for row in kept],
+        xlabel=f'kNN accuracy, k = {k[0]}, leave-one-out',
+        ylabel='few-shot accuracy',
+      ),
+      'Few-shot accuracy against the proxy.',
+    ),
+    json={
+      'metric': metric,
+      'rows': [
+        row | {'few_shot': {n: x.record() for n, x in row.get('few_shot', {}).items()}}
+        for row in rows
+      ],
+      'agreement': agreements,
+    },
+  )
+
+
+def ensemble(
+  *,
+  validation: Sequence[str],
+  test: Sequence[str],
+  names: Sequence[str] | None,
+  max_members: int,
+  replacement: bool,
+) -> reporting.Report:
+  """A greedy ensemble beside the best single candidate and the average of all."""
+  names = candidate_names(names, validation, test, flag='validation')
+  # The test files are also read now, so that a wrong one is found before anything is computed.
+  labels = []
+  meanings = []
+  for read in same_predictions(validation, 'validation'):
+    labels.append(read.label_log_prob)
+    meanings.append(read.meaning)
+  for i, of_test in enumerate(same_predictions(test, 'test')):
+    rows_lib.check_pair((validation[i], test[i]), (meanings[i], of_test.meaning))
+
+  members, path = greedy_ensemble.greedy_ensemble(
+    np.stack(labels), max_members=max_members, replacement=replacement
+  )
+  shares = np.bincount(members, minlength=len(names)) / len(members)
+  best = members[0]  # the first step finds the best single candidate
+  ensembles = {
+    'greedy ensemble': shares,
+    f'best single: {names[best]}': np.eye(len(names))[best],
+    'average of all': np.full(len(names), 1 / len(names)),
+  }
+  rows = [
+    {'ensemble': name, 'num_members': int((weights > 0).sum())}
+    for name, weights in ensembles.items()
+  ]
+  splits = {'validation': validation} | ({'test': test} if test else {})
+  for split, sources in splits.items():
+    scores = _mixture_scores(sources, split, np.stack(list(ensembles.values())))
+    for row, (nll, accuracy) in zip(rows, scores, strict=True):
+      row |= {f'{split}_nll': nll, f'{split}_accuracy': accuracy}
+  chosen = sorted(set(members), key=lambda i: -shares[i])
+  steps = [
+    {'candidate': names[member], 'validation_nll': nll}
+    for member, nll in zip(members, path, strict=True)
+  ]
+  return reporting.Report(
+    row_title='candidate',
+    title='Greedy ensemble',
+    introduction=f'Members out of {reporting.counted(len(names), "candidate")}, added one by one '
+    f'for the smallest validation NLL {"with" if replacement else "without"} replacement; an '
+    'ensemble predicts the average of probabilities.',
+    rows=[
+      {'name': row['ensemble'], 'members': row['num_members']}
+      | {
+        f'{split} {title}': f'{row[f"{split}_{name}"]:.4f}'
+        for split in splits
+        for title, name in (('NLL', 'nll'), ('accuracy', 'accuracy'))
+      }
+      for row in rows
+    ],
+    notes=['members: ' + ', '.join(f'{names[i]} {shares[i]:.3g}' for i in chosen)]
+    + [
+      f'{i}. {step["candidate"]}: validation NLL {step["validation_nll"]:.4f}'
+      for i, step in enumerate(steps, 1)
+    ],
+    draw=lambda: _figure(
+      reporting.lines_png(
+        {'validation NLL': (range(1, len(path) + 1), path)},
+        xlabel='members',
+        ylabel='validation NLL',
+        whole_steps=True,
+      ),
+      'Validation NLL by number of members.',
+    ),
+    json={
+      'rows': rows,
+      'members': [{'candidate': names[i], 'weight': shares[i]} for i in chosen],
+      'steps': steps,
+    },
+  )
+
+
+MEASURES = {'knn': knn, 'rank': rank, 'ensemble': ensemble}
+_READ = {name: [*inspect.signature(measure).parameters] for name, measure in MEASURES.items()}
+
+
 def run(settings: Settings) -> reporting.Report:
   """The candidates, the best one first, or an ensemble of them."""
   words = settings.words
@@ -90,3 +300,66 @@ def run(settings: Settings) -> reporting.Report:
   for name in {'train', 'validation', 'test'} & set(values):
     values[name] = [source for text in values[name] for source in split_sources(text)]
   return MEASURES[measure](**values)
+
+
+def _figure(png: bytes, caption: str) -> dict[str, reporting.Figure]:
+  return {'plot': reporting.Figure(png, caption)}
+
+
+def _measured(
+  name: str, sources: Sequence[str], ks: Sequence[int], metric: str, max_examples: int
+) -> dict[str, Any]:
+  """The row of a candidate in the JSON, from (train, test), or leaving one out from (train,)."""
+  opened = map(open_source, sources)
+  splits = [source.rows(split) for source, split in zip(opened, ('train', None), strict=False)]
+  arrays = []
+  for source, split in zip(sources, splits, strict=True):
+    with naming(source):
+      arrays += [split.features, split.consensus]
+  sigma = effective_rank.singular_values(splits[0].features, max_examples)
+  return {
+    'candidate': name,
+    'pre_logits_dim': splits[0].features.shape[1],
+    'accuracy': neighbors.knn_accuracy(*arrays, ks=ks, metric=metric),
+    'rankme': effective_rank.rankme(sigma),
+  }
+
+
+def _columns(row: dict[str, Any]) -> dict[str, Any]:
+  """The row of a candidate in the table."""
+  few_shot = row.get('few_shot', {})
+  return {
+    'name': row['candidate'],
+    'pre_logits_dim': row['pre_logits_dim'],
+    **{f'k = {n}': f'{accuracy:.4f}' for n, accuracy in row['accuracy'].items()},
+    'RankMe': row['rankme'],
+    'fewshot': {'': {n: result.mean for n, result in few_shot.items()}},
+    'fewshot_stderr': {'': {n: result.stderr for n, result in few_shot.items()}},
+  }
+
+
+def _few_shot(train: str, test: str, **settings) -> dict[int, fewshot.FewShotResult]:
+  """{shots: result} of a candidate."""
+  fit = open_source(train).rows('train')
+  new = open_source(test).rows()
+  with naming(train):
+    y = fit.consensus
+  with naming(test):
+    new_y = new.consensus
+  return fewshot.few_shot(fit.features, y, new.features, new_y, train_index=fit.index, **settings)
+
+
+def _mixture_scores(
+  sources: Sequence[str], split: str, weights: np.ndarray
+) -> list[tuple[float, float]]:
+  """(NLL, accuracy) of mixtures of the candidates with weights [E, C]."""
+  label = read_softmax_predictions(sources[0], split).label
+  log_probs = greedy_ensemble.mixture_log_prob(
+    (read_softmax_predictions(source, split).log_prob for source in sources), weights
+  )
+  scores = []
+  for log_prob in log_probs:  # [N, K]
+    nll = -np.take_along_axis(log_prob, label[:, None], axis=1).mean()
+    right = votes.top_shares(log_prob)[np.arange(len(label)), label]
+    scores.append((float(nll), float(right.mean())))
+  return scores

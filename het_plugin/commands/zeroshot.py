@@ -13,12 +13,33 @@ each group against the first (table 6 of Collier et al. 2023).
 """
 
 import dataclasses
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
-from het_plugin import reporting
+from het_plugin import reporting, runs
 from het_plugin.cli.settings import Gin, Processes, Repeated
-from het_plugin.evaluation import zeroshot_report
+from het_plugin.evaluation import zeroshot
+from het_plugin.evaluation.names import check_names, choose_names, named_task, naming, short_names
+from het_plugin.evaluation.zeroshot_datasets import (
+  DEFAULT_DATASETS,
+  ZeroShotDataset,
+  ZeroShotEvaluator,
+  check_model,
+  has_captions,
+  run_tokenizer,
+)
+from het_plugin.measures import comparison
+from het_plugin.runs.opening import PUBLISHED_PAIRS, GinSettings
+from het_plugin.runs.run import default_split
 from het_plugin.system.ranges import Count
+
+_TABLES = {
+  'Zero-shot classification': ('top1', 'top5'),
+  'Retrieval: recall at k': tuple(
+    f'{way}/recall{k}' for way in zeroshot.WAYS for k in zeroshot.RECALL_AT
+  ),
+}
+
 
 _OF_DATASETS = (
   'split',
@@ -71,9 +92,9 @@ class Settings(Gin, Processes):
 
 def run(settings: Settings) -> reporting.Report:
   """Accuracies and recalls of all runs, and of groups."""
-  sources = zeroshot_report.choose_runs(settings.checkpoint, settings.names, settings.group)
+  sources = choose_runs(settings.checkpoint, settings.names, settings.group)
   settings.join()
-  rows = zeroshot_report.evaluate(
+  rows = evaluate(
     sources,
     settings.gin,
     settings.dataset,
@@ -81,4 +102,176 @@ def run(settings: Settings) -> reporting.Report:
     settings.batch_size,
     settings.samples,
   )
-  return zeroshot_report.make_report(rows)
+  return make_report(rows)
+
+
+class Compared(NamedTuple):
+  """A checkpoint to evaluate; `group` is None outside groups."""
+
+  name: str
+  checkpoint: str
+  group: str | None
+
+
+def choose_runs(
+  checkpoints: Sequence[str], names: Sequence[str] | None, group_texts: Sequence[str]
+) -> list[Compared]:
+  """The runs of --checkpoint, --names and --group=NAME=DIR,DIR,...."""
+  pairs = zip(choose_names(names, checkpoints), checkpoints, strict=True)
+  sources = [Compared(name, path, None) for name, path in pairs]
+  for text in group_texts:
+    group, equals, paths = text.partition('=')
+    paths = paths.split(',')
+    if not equals or not group or not all(paths):
+      raise ValueError(f'--group={text} must be NAME=DIR,DIR,...')
+    if len(set(paths)) != len(paths):
+      raise ValueError(f'--group={text} has a checkpoint twice: a seed counts once')
+    pairs = zip(short_names(paths), paths, strict=True)
+    sources += [Compared(f'{group}/{name}', path, group) for name, path in pairs]
+  if not sources:
+    raise ValueError('--checkpoint or --group is needed')
+  names = [source.name for source in sources]
+  if len(set(names)) != len(names):
+    raise ValueError(f'the runs {",".join(names)} must have distinct names')
+  return sources
+
+
+def choose_datasets(
+  texts: Sequence[str] | None,
+  bound: Sequence[ZeroShotDataset] | None,
+  changes: Mapping[str, Any],
+) -> tuple[ZeroShotDataset, ...]:
+  """The data sets of --dataset (names of bound ones, tasks, or NAME=TASK), or all that are bound.
+
+  `changes` replace settings of the data sets; None leaves a setting.
+  """
+  known = {dataset.name: dataset for dataset in bound or DEFAULT_DATASETS}
+  changes = {name: value for name, value in changes.items() if value is not None}
+  chosen = []
+  for text in known if texts is None else texts:
+    dataset = known.get(text)
+    if dataset is None:
+      name, task = named_task(text)
+      dataset = ZeroShotDataset(name, task, changes.get('split') or default_split(task))
+    chosen.append(dataclasses.replace(dataset, **changes))
+  check_names(chosen, '--dataset')
+  return tuple(chosen)
+
+
+def check_changes(chosen: Sequence[ZeroShotDataset], changes: Mapping[str, Any]) -> None:
+  """Raises ValueError if a changed setting has no effect on any of the data sets."""
+  kinds = {has_captions(dataset) for dataset in chosen}
+  for captions, names, what in (
+    (False, ('templates', 'class_names', 'lower'), 'classes'),
+    (True, ('identical_captions_right',), 'captions'),
+  ):
+    given = [name for name in names if changes.get(name) is not None]
+    if given and captions not in kinds:
+      raise ValueError(f'--{given[0]} is for data sets of {what}, and --dataset has none')
+
+
+def evaluate(
+  sources: Sequence[Compared],
+  gin_settings: GinSettings,
+  datasets: Sequence[str] | None,
+  changes: Mapping[str, Any],
+  batch_size: int,
+  num_samples: int,
+) -> list[dict[str, Any]]:
+  """A row of results for each checkpoint and data set; arguments as in `choose_datasets`."""
+  rows = []
+  opened = []
+  # All checkpoints are found before the first one is evaluated.
+  for source in sources:
+    config = runs.configuration(source.checkpoint, *gin_settings, published=PUBLISHED_PAIRS)
+    model = config.argument('model')
+    with naming(f'--checkpoint={source.checkpoint}'):
+      check_model(model, num_samples)
+      tokenizer = run_tokenizer(config.argument('train_dataset_cfg'))
+      model.validate(tokenizer)  # reads its vocabulary
+    chosen = choose_datasets(datasets, config.bindings('ZeroShotAction').get('datasets'), changes)
+    check_changes(chosen, changes)
+    opened.append((source, config, tokenizer, chosen))
+  for source, config, tokenizer, chosen in opened:
+    run = config.open()
+    evaluator = ZeroShotEvaluator(tokenizer, batch_size, num_samples)
+    sizes = [evaluator.check(run, dataset) for dataset in chosen]
+    about = {'checkpoint': run.checkpoint, 'step': run.step, 'samples': num_samples}
+    for dataset, size in zip(chosen, sizes, strict=True):
+      title = f'{source.name}: {dataset.name}'
+      with reporting.Progress(title, size) as progress:
+        result = evaluator(run, dataset, progress.update)
+      rows.append(
+        {'run': source.name, 'group': source.group, 'dataset': dataset.name}
+        | {**result.record(), **about, **dataclasses.asdict(dataset), 'scalars': result.scalars()}
+      )
+  return rows
+
+
+def make_report(rows: Sequence[Mapping[str, Any]]) -> reporting.Report:
+  """Tables of rows, and of groups of seeds."""
+  groups = compare_groups(rows)
+  tables = []
+  for caption, metrics in _TABLES.items():
+    lines = [
+      (row['run'], row['dataset'], *(f'{row["scalars"][metric]:.4f}' for metric in metrics))
+      for row in rows
+      if set(metrics) <= set(row['scalars'])
+    ]
+    if lines:
+      titles = (m.replace('_to_', '->').replace('/recall', ' @') for m in metrics)
+      tables.append(reporting.Table(caption, ('run', 'data set', *titles), lines))
+  if groups:
+    lines = [
+      (
+        *(group[name] for name in ('group', 'dataset', 'metric')),
+        reporting.cell(group['mean'], group['stderr'], spec='.4f'),
+        str(group['num_runs']),
+        reporting.p_text(group['p']),
+      )
+      for group in groups
+    ]
+    caption = f"Groups, p of Welch's t-test against {groups[0]['baseline']}"
+    header = ('group', 'data set', 'metric', 'mean', 'runs', 'p')
+    tables.append(reporting.Table(caption, header, lines))
+  counts: dict[str, int] = {}  # the largest; a tokenizer with fewer tokens cuts off more words
+  for x in rows:
+    number = x.get('classes_alike', 0) or x.get('captions_alike', 0)
+    counts[x['dataset']] = max(number, counts.get(x['dataset'], 0))
+  alike = ', '.join(f'{name} {number}' for name, number in counts.items() if number)
+  note = 'Classes or captions with the same tokens as an earlier one (long texts are cut)'
+  plain = [{k: v for k, v in row.items() if k != 'scalars'} for row in rows]
+  return reporting.Report(
+    title='Zero-shot evaluation',
+    introduction='Zero-shot classification and retrieval.',
+    tables=tables,
+    notes=[f'{note}: {alike}.'] if alike else [],
+    json={**(plain[0] if len(plain) == 1 else {}), 'rows': plain, 'groups': groups},
+  )
+
+
+def compare_groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """Mean and standard error of each metric over each group, and p against the first group."""
+  values: dict[tuple[str, str], dict[str, list[float]]] = {}
+  for row in rows:
+    for metric, value in row['scalars'].items() if row['group'] is not None else ():
+      by_group = values.setdefault((row['dataset'], metric), {})
+      by_group.setdefault(row['group'], []).append(value)
+  found = []
+  for (dataset, metric), by_group in values.items():
+    first = next(iter(by_group))
+    for group, of_runs in by_group.items():
+      mean, stderr = comparison.group_mean(of_runs)
+      found.append(
+        {
+          'dataset': dataset,
+          'metric': metric,
+          'group': group,
+          'mean': mean,
+          'stderr': stderr,
+          'num_runs': len(of_runs),
+          'baseline': first,
+          'p': None if group == first else comparison.welch_p(of_runs, by_group[first]),
+        }
+      )
+  return found

@@ -7,7 +7,7 @@ import numpy as np
 
 from het_plugin import data
 from het_plugin.data import annotations, preprocess, splits, tasks
-from het_plugin.evaluation import represent
+from het_plugin.evaluation.names import task_name
 from het_plugin.rows import Rows
 
 SIDE = 192  # pixels of the longer side of an image, at most
@@ -41,7 +41,7 @@ class Examples:
     Raises:
       ValueError: the task or the split does not exist, or the images have captions.
     """
-    task = tasks.get_task(represent.task_name(dataset))
+    task = tasks.get_task(task_name(dataset))
     info = data.classification_info(task)
     return cls(task, info, split, splits.resolve(split, info.splits, task.name).split)
 

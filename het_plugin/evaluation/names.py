@@ -1,6 +1,7 @@
 """Names of runs, checkpoints, files and data sets, for tables, plots and errors."""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -55,6 +56,17 @@ def named_task(text: str) -> tuple[str, str]:
   if match := re.fullmatch('([^=:/]+)=(.+)', text):
     return match[1], match[2]
   return Path(text).stem or text, text
+
+
+def task_name(dataset: str) -> str:
+  """The task of --dataset, which may be a plain path; the name of a task wins over a folder."""
+  if dataset.endswith('.npz') and not dataset.startswith(('npz:', 'features:')):
+    return f'npz:{dataset}'
+  if os.path.isdir(dataset):
+    from het_plugin.data import tasks  # takes seconds to import
+
+    return dataset if dataset in tasks.names() else f'image_folder:{dataset}'
+  return dataset
 
 
 def check_names(datasets: Iterable[Any], setting: str) -> None:

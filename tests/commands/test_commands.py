@@ -98,7 +98,7 @@ WITH_PROBE_ONLY = """
 import sys
 for name in ('PIL', 'clu', 'cykooz', 'gin', 'grain', 'jinja2', 'matplotlib', 'seqio', 'tensorflow'):
   sys.modules[name] = None
-import het_plugin.evaluation.probe
+import het_plugin.commands.probe
 """
 
 

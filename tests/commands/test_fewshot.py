@@ -9,9 +9,8 @@ from sklearn.datasets import load_digits
 
 from het_plugin import rows, runs
 from het_plugin.commands import fewshot
-from het_plugin.evaluation import fewshot as evaluation_fewshot
+from het_plugin.evaluation.fewshot import FewShotDataset, check
 from het_plugin.measures import few_shot
-from het_plugin.measures import fewshot as measures_fewshot
 
 
 @pytest.fixture(scope='module')
@@ -104,7 +103,7 @@ def test_averages_have_the_same_digits_in_every_process():
   means = [1e16, 1.0, -1e16, 2.0, 3e16, 5.0, -3e16]  # whose sum depends on their order
   about = {'run': 'a', 'shots': 1, 'stderr': None}
   rows = [{**about, 'dataset': f'set{i}', 'mean': x} for i, x in enumerate(means)]
-  (found,) = evaluation_fewshot.averages(rows)
+  (found,) = fewshot.averages(rows)
   assert found['mean'] == np.mean(means)
 
 
@@ -152,7 +151,7 @@ def test_all_examples_and_warnings(files, run_main, tmp_path):
 
 
 def test_other_test_rows_are_found_before_a_fit(files, run_main, monkeypatch):
-  monkeypatch.setattr(evaluation_fewshot, '_evaluate', None)
+  monkeypatch.setattr(fewshot, '_evaluate', None)
   train, test = files['clean']
   other_train, _ = files['noisy']
   given = f'--train={train}', f'--test={test}', f'--train={other_train}', f'--test={other_train}'
@@ -260,14 +259,14 @@ def test_votes_count_as_the_most_frequent_one(tmp_path):
   for name, labels in files.items():
     path = str(tmp_path / f'{name}.npz')
     rows.write(path, rows.Rows({'features': x}, labels.astype(np.int32), np.arange(60)))
-    of_fits = {'protocol': measures_fewshot.PROTOCOLS['loo'], 'shots': (5,), 'seeds': (0,)}
+    settings = fewshot.Settings(train=(path,), test=(path,), shots=(5,), seeds=(0,))
     if name == 'classes':
       with pytest.raises(
         ValueError, match='classes.npz: example 0 has 2 labels, and none is there t'
       ):
-        evaluation_fewshot.from_files(None, [path], [path], **of_fits)
+        fewshot.from_files(settings)
     else:
-      (of_run,) = evaluation_fewshot.from_files(None, [path], [path], **of_fits).values()
+      (of_run,) = fewshot.from_files(settings).values()
       found[name] = of_run['saved'][5].mean
   assert found['votes'] == found['one'] > 0.4  # chance is a third
 
@@ -276,9 +275,9 @@ def test_several_classes_of_an_image_are_refused(tmp_path):
   image = np.zeros((4, 6, 6, 1), np.uint8)
   label = np.tile([0, 1], (4, 1))
   np.savez(tmp_path / 'votes.npz', image=image, label=label)
-  dataset = evaluation_fewshot.FewShotDataset('x', str(tmp_path / 'votes.npz'))
+  dataset = FewShotDataset('x', str(tmp_path / 'votes.npz'))
   with pytest.raises(ValueError, match='few-shot needs one label per image'):
-    evaluation_fewshot.check(None, dataset, 4)
+    check(None, dataset, 4)
 
 
 @pytest.mark.slow

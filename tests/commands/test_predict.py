@@ -12,8 +12,8 @@ from PIL import Image
 from het_plugin import data, runs
 from het_plugin import rows as rows_lib
 from het_plugin.commands import evaluate, predict
-from het_plugin.evaluation.predict import Images, write_csv
-from het_plugin.evaluation.predict import predict as predict_images
+from het_plugin.commands.predict import Images, write_csv
+from het_plugin.commands.predict import predict as predict_images
 
 
 @pytest.mark.slow

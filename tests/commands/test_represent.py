@@ -13,7 +13,6 @@ from het_plugin import data, estimators, runs, weights
 from het_plugin import rows as rows_lib
 from het_plugin.commands import represent
 from het_plugin.config import parsing
-from het_plugin.evaluation import represent as represent_lib
 from het_plugin.runs.starting import train_from_gin
 from tests.training.toy_run import series
 
@@ -260,8 +259,8 @@ def test_bad_settings_are_one_sentence_and_write_nothing(
 
 def test_splits_by_comma_outside_brackets():
   info = data.TaskInfo(2, False, 1, None, {'train': None, 'a': 3, 'none': 0})
-  assert represent_lib.choose_splits('x', info, None) == ['a']
-  names = represent_lib.choose_splits('x', info, 'train[:5], a[1,2],a')
+  assert represent.choose_splits('x', info, None) == ['a']
+  names = represent.choose_splits('x', info, 'train[:5], a[1,2],a')
   assert names == ['train[:5]', 'a[1,2]', 'a']
   with pytest.raises(ValueError, match=r'a\?,a!.*same file name'):
-    represent_lib.choose_splits('x', info, 'a?,a!')
+    represent.choose_splits('x', info, 'a?,a!')

@@ -16,8 +16,8 @@ import pytest
 import gin
 from het_plugin import backbones, estimators, heads, models, runs, weights
 from het_plugin.commands import export
+from het_plugin.commands import export as serve
 from het_plugin.config import parsing
-from het_plugin.evaluation import serve
 from het_plugin.integrate import Integrator
 from het_plugin.runs.starting import train_from_gin
 from het_plugin.weights import onnx_graph, programs

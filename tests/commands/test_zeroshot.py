@@ -14,7 +14,6 @@ import gin
 from het_plugin import runs
 from het_plugin.commands import zeroshot
 from het_plugin.config import gin_state, registry
-from het_plugin.evaluation import zeroshot_report
 from het_plugin.evaluation.zeroshot_datasets import Tokenizer
 from tests.evaluation.small_contrastive import Letters, SmallContrastive, opened
 
@@ -52,14 +51,14 @@ def tokenizer_of(dataset_cfg):
 def towers(monkeypatch):
   registry.register_trainer()  # once for all tests, hence before anything is replaced
   monkeypatch.setattr(runs, 'configuration', towers_of)
-  monkeypatch.setattr(zeroshot_report, 'run_tokenizer', tokenizer_of)
+  monkeypatch.setattr(zeroshot, 'run_tokenizer', tokenizer_of)
 
 
 def test_each_vocabulary_is_checked_before_the_first_checkpoint_is_opened(
   towers, run_main, monkeypatch
 ):
   tokenizers = iter((LETTERS, Tokenizer('bytes', 12)))
-  monkeypatch.setattr(zeroshot_report, 'run_tokenizer', lambda _: next(tokenizers))
+  monkeypatch.setattr(zeroshot, 'run_tokenizer', lambda _: next(tokenizers))
   monkeypatch.delattr(Towers, 'open')
   flags = '--checkpoint=r/1', '--checkpoint=r/2', '--dataset=digits', *FEW
   printed = run_main(zeroshot, *flags, code=2)
@@ -112,7 +111,7 @@ def test_seeds_in_groups(towers, run_main, tmp_path):
 def test_classes_that_one_of_several_runs_cannot_tell_apart_are_noted():
   row = {'group': None, 'dataset': 'birds', 'scalars': {'top1': 0.5, 'top5': 1.0}}
   rows = [{**row, 'run': run, 'classes_alike': n} for run, n in (('short', 3), ('long', 0))]
-  (note,) = zeroshot_report.make_report(rows).notes
+  (note,) = zeroshot.make_report(rows).notes
   assert note.endswith('same tokens as an earlier one (long texts are cut): birds 3.')
 
 

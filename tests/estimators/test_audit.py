@@ -10,11 +10,11 @@ import pytest
 from sklearn.metrics import average_precision_score
 
 from het_plugin import rows as rows_lib
+from het_plugin.commands import audit as audit_report
+from het_plugin.commands import probe
 from het_plugin.estimators import DetClassifier, inputs, minibatch, noise_gain
 from het_plugin.estimators import audit as audit_lib
 from het_plugin.estimators.probe import Settings
-from het_plugin.evaluation import audit as audit_report
-from het_plugin.evaluation import probe
 from het_plugin.evaluation.examples import Examples
 
 
@@ -78,7 +78,7 @@ def test_suggested_labels_of_padded_votes_can_be_read(tmp_path):
   rows = rows_lib.Rows({'features': x}, padded, np.arange(60), **votes)
   p = (np.arange(10) == truth[:, None]) * 0.9 + 0.01
   listed = audit_report.Listed(rows, label, audit_report.measure.audit(p, label), np.arange(60))
-  audit_report.write_suggested(tmp_path / 'fixed.npz', listed)
+  audit_report.write_suggested(listed, tmp_path / 'fixed.npz')
   fixed = rows_lib.read(str(tmp_path / 'fixed.npz'))
   assert fixed.annotator is None and (fixed.label == truth).mean() > (label == truth).mean()
 
@@ -141,7 +141,8 @@ def test_wrong_labels_are_one_sentence():
 
 PEAK = """
 import sys
-from het_plugin.evaluation import audit, probe
+from het_plugin.commands import audit
+from het_plugin.estimators import probe
 sys.path.insert(0, 'benchmarks')
 from probe import memory_watched
 settings = probe.Settings(['det'], folds=2, solver='adam', max_iter=1, progress=False)
@@ -149,8 +150,8 @@ for path in sys.argv[1:]:
   with memory_watched() as found:
     report = audit.report(path, settings)
     report.write('audit', json=path + '.json')
-    audit.write_csv(path + '.csv', report.json['rows'])
-    audit.write_suggested(path + '.corrected.safetensors', report.json['rows'])
+    report.writers['csv'](path + '.csv')
+    report.writers['suggest'](path + '.corrected.safetensors')
   del report
   print('peak', max(found))
 """

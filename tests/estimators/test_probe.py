@@ -13,10 +13,10 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 
 from het_plugin import reporting
-from het_plugin.commands import probe as probe_main
+from het_plugin.commands import probe
 from het_plugin.estimators import DetClassifier, lbfgs
+from het_plugin.estimators import probe as grid
 from het_plugin.estimators.probe import choose
-from het_plugin.evaluation import probe
 from het_plugin.system import exit_codes
 from tests.waiting import wait_for
 
@@ -44,7 +44,7 @@ def few(tmp_path_factory):
 
 
 def settings(**changes):
-  return probe.Settings(
+  return grid.Settings(
     **{
       'heads': ('det',),
       'max_iter': 60,
@@ -79,12 +79,12 @@ def test_numbers_are_those_of_logistic_regression(files, tmp_path):
 
 def test_the_main(few, tmp_path, run_main):
   arguments = (f'--train={few[0]}', f'--test={few[1]}', '--heads=det', '--max_iter=60')
-  run_main(probe_main, *arguments, f'--json={tmp_path}/x.json')
+  run_main(probe, *arguments, f'--json={tmp_path}/x.json')
   (row,) = json.loads((tmp_path / 'x.json').read_text())
   alone = probe.probe(*few, settings())
   assert row['nll'] == alone.json[0]['nll']
   assert 'extreme' not in alone.text() and 'differences' not in alone.text()
-  run_main(probe_main, *arguments, '--hidden_layers=8', f'--json={tmp_path}/x.json')
+  run_main(probe, *arguments, '--hidden_layers=8', f'--json={tmp_path}/x.json')
   (row,) = json.loads((tmp_path / 'x.json').read_text())
   (expected,) = probe.probe(*few, settings(hidden_layers=(8,))).json
   assert row['nll'] == expected['nll'] != probe.probe(*few, settings()).json[0]['nll']
@@ -107,7 +107,7 @@ def test_the_main(few, tmp_path, run_main):
     ('--tol=0', '--tol=0.0 must be a number > 0'),
     ('--folds=3', '--folds has no effect on --test'),
   ):
-    assert message in run_main(probe_main, *arguments, flag, code=2)
+    assert message in run_main(probe, *arguments, flag, code=2)
 
 
 @pytest.mark.slow
@@ -275,10 +275,10 @@ def test_several_c_noise_include_no_noise(files):
 
 @pytest.mark.slow
 def test_auto_is_the_default_and_no_grid(files, tmp_path, run_main):
-  assert [x['C_noise'] for x in probe.Settings().grid('het')] == ['auto']
+  assert [x['C_noise'] for x in grid.Settings().grid('het')] == ['auto']
   arguments = (f'--train={files[0]}', f'--test={files[1]}', '--heads=det,het', '--max_iter=60')
   small = ('--num_factors=2', '--num_samples=16')
-  run_main(probe_main, *arguments, *small, f'--json={tmp_path}/x.json')
+  run_main(probe, *arguments, *small, f'--json={tmp_path}/x.json')
   det, het = json.loads((tmp_path / 'x.json').read_text())
   assert het['chosen'] == [{**het['chosen'][0], 'C_noise': 0.0}]  # these labels have no noise
   assert het['nll'] == pytest.approx(det['nll'], abs=1e-5)

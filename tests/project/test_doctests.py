@@ -8,7 +8,7 @@ import pytest
 
 import het_plugin
 from het_plugin import estimators, heads, integrate, models, rows, runs
-from het_plugin.evaluation.probe import probe
+from het_plugin.commands.probe import probe
 from het_plugin.measures import (
   agreement,
   comparison,
