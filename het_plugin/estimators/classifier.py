@@ -108,12 +108,6 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     X, y = self._opened(X, y, fit=True)
     if self.tau == 'validation' and start is not None:
       raise ValueError("start needs one tau: tau='validation' fits DET at several")
-    streams = inputs.streams(X, self.solver)
-    if self.tau == 'validation' and streams:
-      raise ValueError(
-        f"tau='validation' needs all rows in memory (solver='lbfgs'); X has {np.size(X):,} "
-        f'entries and solver={self.solver!r}'
-      )
     if y is None:
       raise ValueError(f'{type(self).__name__} requires y to be passed, but the target y is None')
     is_encoded = isinstance(y, targets.Targets)  # as of an audit, whose labels stay in a file
@@ -146,7 +140,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       tau = min(grid, key=grid.__getitem__)
     model = self._model(len(encoded.classes), encoded.link, tau)
     noise_nll = None
-    if self.C_noise == 'auto' and not streams:
+    if self.C_noise == 'auto':
       path = fitting.noise_path(model, *rows, settings, start)
       settings = dataclasses.replace(settings, c_noise=path.c_noise)
       noise_nll = path.nll

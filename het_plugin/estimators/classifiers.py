@@ -36,8 +36,10 @@ class DetClassifier(HeadClassifier):
     max_iter: largest number of L-BFGS iterations of DET, and of the noise once it has grown for 20;
       if they do not suffice there is a `ConvergenceWarning`, which says how far from the optimum
       the objective may be.
-    solver: 'lbfgs'; 'adam' over minibatches; 'auto' takes minibatches where X in float32 has more
-      than `inputs.MEMORY_BYTES`. For 'adam' max_iter counts epochs, and tol does not matter.
+    solver: 'lbfgs' over rows in memory; 'streamed', the same over rows that stay on disk; 'auto'
+      streams where X in float32 has more than `inputs.MEMORY_BYTES`. A streamed fit ends early at
+      Ctrl-C, with a `ConvergenceWarning`. With noise it may end at a gap of a tenth of p / (2N),
+      what p parameters cost.
     mesh: (data, model) numbers of devices that rows and classes are cut over; None is one device.
     validation_fraction: share of rows held out if something is chosen on them.
     random_state: seed of hidden layers, noise and splits. Equal seeds give equal bits.
@@ -80,7 +82,7 @@ class HetClassifier(HeadClassifier):
       and None is 0.03 C. 'auto' chooses it on a held-out fifth of the rows from 0 and 0.003, 0.01,
       0.03, 0.1 and 0.3 of C: the least that is as good as the best, up to a standard error
       (`selection.least_noise`). Then all rows are fitted. If too few rows can be held out, it warns
-      and takes 0. In minibatches, which end by held-out rows, it takes 0.03 C. C must be finite.
+      and takes 0. Of rows on disk a random tenth chooses. C must be finite.
     num_factors: R.
     num_samples: S, points of a softmax in fit and prediction; powers of two are best.
 

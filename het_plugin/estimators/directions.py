@@ -12,12 +12,13 @@ are the leading eigenvectors of B H B^T.
 """
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
 from scipy.sparse import linalg
 
-from het_plugin.estimators import compilation, objective
+from het_plugin.estimators import compilation
 from het_plugin.estimators.model import Model
 from het_plugin.integrate import Hashed, Linear
 
@@ -27,9 +28,7 @@ MIN_SIZE = 1e-2  # W of a DET that has learned little would ask for noise withou
 _DENSE = 1024  # up to this size of the noise space all eigenvectors are computed
 
 
-def noise_directions(
-  model: Model, det: dict, params: dict, rows: objective.Blocks, count: int
-) -> np.ndarray:
+def noise_directions(model: Model, det: dict, params: dict, rows: Any, count: int) -> np.ndarray:
   """The leading directions, float32 [count, Q], of mean square 1 in the logits, or of less
   where W maps them to less than others.
 
@@ -78,17 +77,12 @@ def _location_prob(model, params, x):
 
 def _residuals(model, det, rows):
   """p and w (t - p), [n, K], of evenly spaced rows."""
-  num_blocks, size = rows.weight.shape
-  stride = -(-rows.weight.size * model.num_classes // ENTRIES)
+  some = rows.some(max(1, ENTRIES // model.num_classes))
   p = []
   gap = []
-  for i in range(num_blocks):
-    chosen = slice(-i * size % stride, None, stride)
-    if chosen.start >= size:
-      continue
-    predicted = np.asarray(_location_prob(model, det, rows.x[i]))[chosen]
-    target = np.asarray(rows.target[i])[chosen]
-    weight = np.asarray(rows.weight[i])[chosen]
+  for x, *of_block in zip(some.x, some.target, some.weight, strict=True):
+    predicted = np.asarray(_location_prob(model, det, x))
+    target, weight = map(np.asarray, of_block)
     if target.dtype.kind == 'i':
       listed = target >= 0
       row, column = np.nonzero(listed)

@@ -1,5 +1,6 @@
-"""A fit of a model to rows, in memory or over minibatches of a file, and what it says of rows."""
+"""A fit of a model to rows, in memory or on disk, and what it says of rows."""
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -15,14 +16,15 @@ from het_plugin.estimators import (
   compilation,
   inputs,
   lbfgs,
-  minibatch,
   objective,
   placement,
   selection,
   starts,
+  stream,
 )
 from het_plugin.estimators.model import Model
 from het_plugin.estimators.targets import Targets
+from het_plugin.system import stopping
 
 # If X has fewer entries than this, equal rows are merged: repeating a row gives the same bits as
 # giving it a weight, and the order of the rows does not matter.
@@ -82,68 +84,57 @@ def fit(
   """
   fitted = model if settings.c_noise else model.deterministic
   with placement.on(settings.mesh):
-    if inputs.streams(x, settings.solver):
-      done, mean = _fit_streamed(fitted, x, targets, weight, settings, start)
-    else:
-      data = _Data.of(x, targets, weight)
-      det_fit = data.fit_of(start, model, settings)
-      mean = data.mean
+    data = _Data.of(x, targets, weight, settings)
+    det_fit = data.fit_of(start, model, settings)
+    with data.stoppable():
       done = data.bounded(fitted, data.fit(fitted, data.weight, settings, det_fit, near), settings)
   if fitted != model:
     params = starts.without_noise(model.init(settings.seed, x.shape[1]), done.params)
     done = dataclasses.replace(done, params=params)
-  return done, mean
-
-
-def _fit_streamed(model, x, targets, weight, settings, start):
-  data = minibatch.Data(x, targets.values, weight)
-  done = minibatch.fit(
-    model,
-    data,
-    targets.class_shares(weight),
-    settings.seed,
-    settings.c,
-    settings.c_noise or 1.0,
-    validation_fraction=settings.validation_fraction,
-    max_iter=settings.max_iter,
-    progress=settings.progress,
-    mesh=settings.mesh,
-    det_fit=_fit_of(start, model, settings.c, data.mean),
-  )
   return done, data.mean
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Data:
-  """Rows of positive weight in memory.
+  """Rows in memory, without those of weight 0, or on disk.
 
   Attributes:
     x, targets, weight: as in `fit`.
     mean: [D], the centre of `inputs.spread`.
-    far: int [f], the rows of `inputs.far_alone`.
+    far: in memory its rows are moved already.
+    on_disk: whether a fit reads them again and again.
   """
 
   x: np.ndarray
   targets: Targets
   weight: np.ndarray
   mean: np.ndarray
-  far: np.ndarray
+  far: inputs.Far
+  on_disk: bool
 
   @classmethod
-  def of(cls, x: np.ndarray, targets: Targets, weight: np.ndarray) -> '_Data':
-    keep = weight > 0
-    x = x[keep]
-    values = targets.values[keep]
-    weight = weight[keep]
-    if x.size <= MERGED_ENTRIES:
-      x, values, weight = inputs.merged(x, values, weight)
-    targets = dataclasses.replace(targets, values=values)
-    where = inputs.spread(x, np.average(x, axis=0, weights=weight))
-    size = inputs.sizes(x, where)
-    far = inputs.far_alone(x, where, size)
-    x = inputs.moved_in(x, where, size)
-    inputs.check_squares(x, where.centre)
-    return cls(x, targets, weight, where.centre, far)
+  def of(cls, x: Any, targets: Targets, weight: np.ndarray, settings: FitSettings) -> '_Data':
+    on_disk = inputs.streams(x, settings.solver)
+    if not on_disk:
+      keep = weight > 0
+      x = x[keep]
+      values = targets.values[keep]
+      weight = weight[keep]
+      if x.size <= MERGED_ENTRIES:
+        x, values, weight = inputs.merged(x, values, weight)
+      targets = dataclasses.replace(targets, values=values)
+    where = inputs.spread(x, weight)
+    far = inputs.far_rows(x, weight, where)
+    if len(far.moved) and not on_disk:
+      x = np.array(x)
+      x[far.moved] = far.values
+    return cls(x, targets, weight, where.centre, far, on_disk)
+
+  def stoppable(self) -> contextlib.AbstractContextManager:
+    """Inside, Ctrl-C ends the searches of rows on disk, which keep what they have."""
+    if not self.on_disk:
+      return contextlib.nullcontext()
+    return stopping.handled(lambda: True, lambda: None)
 
   def bounded(self, model: Model, done: lbfgs.FitResult, settings: FitSettings) -> lbfgs.FitResult:
     """The fit with a gap that holds where rows are far from the others.
@@ -153,8 +144,8 @@ class _Data:
     gap is at most the distance from that one.
     """
     weight = self.weight.copy()
-    weight[self.far] = 0.0
-    if not len(self.far) or not weight.any():
+    weight[self.far.alone] = 0.0
+    if not len(self.far.alone) or not weight.any():
       return done
     with warnings.catch_warnings():
       warnings.simplefilter('ignore', ConvergenceWarning)
@@ -164,8 +155,8 @@ class _Data:
     gap = max(done.gap, done.objective - least)
     if gap - done.gap > max(settings.tol, _SEEN_GAP):
       warnings.warn(
-        f'{len(self.far)} of the {len(self.x)} rows of X are more than {inputs.FAR:g} times as far '
-        f'from the centre as most: the objective of {model.head} may be up to {gap:.1g} nats above '
+        f'{len(self.far.alone)} of the {len(self.x)} rows of X are more than {inputs.FAR:g} times '
+        f'as far from the centre as most: the objective of {model.head} may be up to {gap:.1g} nats above '
         'its optimum, which is what these rows cost; float32 does not tell more',
         ConvergenceWarning,
         stacklevel=4,
@@ -198,15 +189,38 @@ class _Data:
     """The fit with these weights [N], which may be 0."""
     strengths = settings.c, settings.c_noise or 1.0
     values = self.x, self.mean, self.targets.values, weight
-    rows = placement.place_rows(objective.make_rows(model, *values, *strengths), settings.mesh)
+    if self.on_disk:
+      rows = stream.make_stream(model, *values, self.far, *strengths, settings.mesh)
+    else:
+      rows = placement.place_rows(objective.make_rows(model, *values, *strengths), settings.mesh)
+
+    stops = stopping.requested if self.on_disk else lambda: False
 
     def search(model, params, rows=rows, max_iter=settings.max_iter):
-      params = placement.place_params(model, params, settings.mesh)
-      limits = {'tol': settings.tol, 'max_iter': max_iter, 'progress': settings.progress}
-      return lbfgs.minimise(model, params, rows, **limits)
+      limits: dict[str, Any] = {'tol': settings.tol, 'max_iter': max_iter}
+      limits |= {'progress': settings.progress, 'stops': stops}
+      num_iterations = 0
+      for part, gap in rows.stages(model):
+        params = placement.place_params(model, params, settings.mesh)
+        with warnings.catch_warnings():
+          if part is not rows:
+            warnings.simplefilter('ignore', ConvergenceWarning)
+          done = lbfgs.minimise(model, params, part, **limits, gap=gap)
+        params = done.params
+        num_iterations += done.num_iterations
+        if part is not rows and stops():
+          warnings.warn(
+            f'{model.head} has not converged: it was stopped when it was fitted to a part of the '
+            'rows',
+            ConvergenceWarning,
+            stacklevel=2,
+          )
+          break
+      return dataclasses.replace(done, num_iterations=num_iterations)
 
     def grow(model, params):
-      weaker = dataclasses.replace(rows, noise_strength=rows.noise_strength / GROWTH)
+      first, _ = next(rows.stages(model))
+      weaker = dataclasses.replace(first, noise_strength=first.noise_strength / GROWTH)
       with warnings.catch_warnings():
         warnings.simplefilter('ignore', ConvergenceWarning)
         return search(model, params, weaker, min(GROWTH_ITERATIONS, settings.max_iter))
@@ -257,7 +271,7 @@ def noise_path(
   With fewer than `selection.MIN_HELD_OUT` held-out rows nothing speaks for noise: it warns.
 
   Args:
-    model, x, targets, weight, settings, start: as in `fit`, in memory.
+    model, x, targets, weight, settings, start: as in `fit`; of rows on disk a tenth chooses.
 
   Raises:
     ValueError: C is infinite, or `start` is not a fit of the same rows.
@@ -267,9 +281,13 @@ def noise_path(
       f"C_noise='auto' chooses a share of C={settings.c:g}, which must be finite: give C_noise a "
       'number'
     )
+  if inputs.streams(x, settings.solver):
+    x, targets, weight = stream.sample(x, targets, weight, settings.seed)
+    settings = dataclasses.replace(settings, solver='lbfgs')
+    start = None
   with placement.on(settings.mesh), warnings.catch_warnings():
     warnings.simplefilter('ignore', ConvergenceWarning)
-    data = _Data.of(x, targets, weight)
+    data = _Data.of(x, targets, weight, settings)
     whole = data.fit_of(start, model, settings)
     held_out = selection.held_out_rows(data.targets.main_class(), settings.seed)
     if held_out.sum() < selection.MIN_HELD_OUT:
@@ -322,8 +340,8 @@ def _fit_of(start, model, c, mean):
   same = start.model_ == model.deterministic and start.C == c
   if not same or not np.array_equal(start.mean_, mean):
     raise ValueError(
-      'start must be a DetClassifier fitted to the same rows and weights with the same C, tau, '
-      f'hidden_layers and solver; it is {start}'
+      'start must be a DetClassifier fitted to the same rows and weights with the same C, tau '
+      f'and hidden_layers; it is {start}'
     )
   return lbfgs.FitResult(
     start.params_, start.objective_, start.gradient_, start.n_iter_, start.gap_
@@ -341,20 +359,26 @@ def tau_grid_nll(
 
   Args:
     make_model: the model of a tau.
-    x, targets, weight, settings: as in `fit`, in memory.
+    x, targets, weight, settings: as in `fit`.
   """
-  train, held_out = train_test_split(
+  _, held_out = train_test_split(
     np.flatnonzero(weight > 0),
     test_size=settings.validation_fraction,
     random_state=settings.seed,
   )
+  held_out = np.sort(held_out)
+  weight_of_fit = np.array(weight)
+  weight_of_fit[held_out] = 0.0
   found = {}
   for tau in TAU_GRID:
     model = make_model(tau)
-    done, mean = fit(model, x[train], targets[train], weight[train], settings)
-    rows = x[held_out], targets.values[held_out]
-    nll = apply(model, 'nll', done.params, mean, *rows, mesh=settings.mesh)
-    found[tau] = float(np.average(nll, weights=weight[held_out]))
+    done, mean = fit(model, x, targets, weight_of_fit, settings)
+    of_fit = model, 'nll', done.params, mean
+    nll = [
+      apply(*of_fit, x[part], targets.values[part], mesh=settings.mesh)
+      for part in inputs.parts(held_out, x)
+    ]
+    found[tau] = float(np.average(np.concatenate(nll), weights=weight[held_out]))
   return found
 
 

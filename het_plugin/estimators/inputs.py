@@ -13,7 +13,7 @@ from het_plugin.estimators.targets import Shares, as_array
 from het_plugin.measures import votes
 from het_plugin.rows import Rows, files
 
-SOLVERS = ('auto', 'lbfgs', 'adam')
+SOLVERS = ('auto', 'lbfgs', 'streamed')
 # Features of more bytes than this in float32 stay on disk under solver='auto'.
 MEMORY_BYTES = 2**31
 _PART_ROWS = 8192
@@ -60,12 +60,24 @@ def is_mapped(x: Any) -> bool:
   return is_float and x.ndim == 2 and len(x) > 0
 
 
+def stamp(path: str) -> tuple[int, int]:
+  """When a file was changed last, and its length."""
+  found = os.stat(path)
+  return found.st_mtime_ns, found.st_size
+
+
+def stamps(x: Any) -> list[tuple[str, int, int]]:
+  """Names and stamps of the files whose rows a mapped array has."""
+  files_of = [getattr(part, 'filename', None) for part in getattr(x, 'parts', [x])]
+  return [(str(path), *stamp(str(path))) for path in files_of if path]
+
+
 def read_rows(x: np.ndarray, rows: slice) -> np.ndarray:
   """Some rows of x [N, D], float32 or float64; those of a mapped file are checked now."""
   block = x[rows]
   if is_mapped(x):
     block = widened(np.asarray(block))
-    check_finite(block)
+    check_finite(block, rows.start)
   return block
 
 
@@ -81,21 +93,29 @@ def widened(x: np.ndarray) -> np.ndarray:
   return np.asarray(x).astype(np.float32) if x.dtype.name in ('bfloat16', 'float16') else x
 
 
-def check_finite(x: np.ndarray) -> None:
-  """Raises ValueError if a row of x [N, D] has NaN, infinity or what float32 cannot hold."""
+def check_finite(x: np.ndarray, start: int = 0) -> None:
+  """Raises ValueError if a row of x [n, D] has NaN, infinity or what float32 cannot hold.
+
+  The first row has the number `start`.
+  """
   if not np.isfinite(x.sum(dtype=np.float64)):  # needs no second array [N, D]
     is_finite = np.isfinite(x).all(axis=1)
     if not is_finite.all():
-      raise ValueError(f'Input X contains NaN or infinity, first in row {np.argmin(is_finite)}')
+      row = start + int(np.argmin(is_finite))
+      raise ValueError(f'Input X contains NaN or infinity, first in row {row}')
   if x.dtype == np.float64 and max(x.max(), -x.min()) > np.finfo(np.float32).max:
     raise ValueError('Input X contains a value too large for float32')
 
 
 class Spread(NamedTuple):
-  """Where most rows lie: `centre` and their mean `distance` from it (0 if unknown), float64 [D]."""
+  """Where most rows lie: `centre` and their mean `distance` from it (0 if unknown), [D].
+
+  `largest` is the largest distance of any row from the centre, [D].
+  """
 
   centre: np.ndarray
   distance: np.ndarray
+  largest: np.ndarray
 
   def times(self, x: np.ndarray) -> np.ndarray:
     """How many distances each entry of x [n, D] is from the centre, 0 where that is unknown."""
@@ -103,74 +123,122 @@ class Spread(NamedTuple):
     return np.abs(x - self.centre) * np.where(known, 1 / np.where(known, self.distance, 1), 0.0)
 
 
-def spread(x: np.ndarray, mean: np.ndarray) -> Spread:
-  """Where most rows of x [N, D] lie, from about `_SPREAD_ROWS` of them and the mean [D] of all.
+def spread(x: np.ndarray, weight: np.ndarray) -> Spread:
+  """Where most of the rows of x [N, D] with weights [N] above 0 lie, in one pass.
 
   The centre is what a fit subtracts from the features. It is the mean, but where a few rows are so
   large that the mean is far from all others: float32 would keep no digit of these, so there it is
-  the median. The objective does not depend on it, because biases are not regularised.
+  the median. The objective does not depend on it, because biases are not regularised. The median
+  and the distance are of about `_SPREAD_ROWS` rows.
+
+  Raises:
+    ValueError: a row of a mapped file is not finite.
   """
-  some = x[:: max(1, len(x) // _SPREAD_ROWS)].astype(np.float64)
+  first = np.zeros(x.shape[1])
+  low = np.full(x.shape[1], np.inf)
+  high = -low
+  for start in range(0, len(x), _PART_ROWS):
+    part = slice(start, start + _PART_ROWS)
+    block = read_rows(x, part)
+    first += weight[part] @ block
+    is_kept = weight[part] > 0
+    if is_kept.any():
+      kept = block if is_kept.all() else block[is_kept]
+      low = np.minimum(low, kept.min(axis=0))
+      high = np.maximum(high, kept.max(axis=0))
+    placement.forget_pages(x)
+  numbers = np.flatnonzero(weight > 0)
+  some = np.asarray(x[numbers[:: max(1, len(numbers) // _SPREAD_ROWS)]]).astype(np.float64)
+  mean = first / weight.sum()
   median = np.median(some, axis=0)
   distance = np.sort(np.abs(some - median), axis=0)
   most = distance[: max(1, int(_MOST * len(some)))].mean(axis=0)
   centre = np.where(np.abs(mean - median) > FAR * most, median, mean)
-  return Spread(centre, np.where(most > 0, most, distance.mean(axis=0)))
+  if x.dtype != np.float64:
+    centre = centre.astype(np.float32)  # so that a difference needs no wider type
+  distance = np.where(most > 0, most, distance.mean(axis=0))
+  return Spread(centre, distance, np.maximum(high - centre, centre - low))
 
 
-def moved_in(x: np.ndarray, where: Spread, size: np.ndarray) -> np.ndarray:
-  """x [N, D] with rows that are too far for float32 moved towards the centre; x itself without any.
+class Far(NamedTuple):
+  """Rows that are more than `FAR` distances from the centre.
+
+  Attributes:
+    alone: int [f], those that share no far entry with another.
+    moved: int [m], those that are too far for float32.
+    values: float64 [m, D], what is fitted in their place.
+  """
+
+  alone: np.ndarray
+  moved: np.ndarray
+  values: np.ndarray
+
+
+def far_rows(x: np.ndarray, weight: np.ndarray, where: Spread) -> Far:
+  """The far ones of the rows of x [N, D] with weights above 0; warns of those that are moved.
 
   A row S times as far as the others fixes W v for its direction v to about N / S. With S =
-  `_LIMIT` N that is nearly 0, so rows that are farther have nearly the same optimum. But products
-  of float32 with them are off by S / 2^24 nats. Warns of such rows. `size` is of `sizes`.
+  `_LIMIT` N that is nearly 0, so rows that are farther have nearly the same optimum, and are moved
+  there: products of float32 with them would be off by S / 2^24 nats.
 
   Rows that share a far entry have one that stands for a missing value, which predictions see, too:
   they stay. W fits one such feature, but float32 cannot fit several at once.
 
   Raises:
-    ValueError: rows share an entry whose square float32 cannot hold.
+    ValueError: float32 cannot hold the square of an entry that rows share, or the sums of squares.
   """
-  limit = max(_LIMIT * len(x), _LEAST_LIMIT)
-  far = np.flatnonzero(size > limit)
-  if not len(far):
-    return x
-  rows = x[far].astype(np.float64)
-  times = where.times(rows)  # [f, D]
+  none = np.zeros(0, np.int64)
+  if (where.times(where.centre + where.largest) <= FAR).all():
+    check_squares(len(x), where.largest)
+    return Far(none, none, np.zeros((0, x.shape[1])))
+  numbers = []
+  sizes = []
+  for start in range(0, len(x), _PART_ROWS):
+    part = slice(start, start + _PART_ROWS)
+    size = where.times(read_rows(x, part)).max(axis=1)
+    numbers.append(start + np.flatnonzero((size > FAR) & (weight[part] > 0)))
+    sizes.append(size[numbers[-1] - start])
+    placement.forget_pages(x)
+  far = np.concatenate(numbers)
+  size = np.concatenate(sizes)
+  rows = np.asarray(x[far]).astype(np.float64)
+  alone = far[_sharing(rows, where.times(rows).argmax(axis=1)) == 1]
+  limit = max(_LIMIT * int((weight > 0).sum()), _LEAST_LIMIT)
+  is_moved = size > limit
+  is_moved[is_moved] = _is_alone(rows[is_moved], size[is_moved], where, limit)
+  if is_moved.any():
+    warnings.warn(
+      f'{int(is_moved.sum())} of the {len(x)} rows of X are much larger than the others, up to '
+      f'{size[is_moved].max():.0e} times: float32 cannot hold both, and they are fitted as if they '
+      f'were {limit:.0e} times as large',
+      stacklevel=2,
+    )
+    factor = np.where(where.times(rows) > FAR, limit / size[:, None], 1.0)
+    moved = where.centre + factor * (rows - where.centre)
+    rows = np.where(is_moved[:, None], moved, rows)
+  others = np.where(where.distance > 0, FAR * where.distance, where.largest)
+  check_squares(len(x), np.maximum(np.abs(rows - where.centre).max(axis=0, initial=0), others))
+  return Far(alone, far[is_moved], rows[is_moved])
+
+
+def _is_alone(rows: np.ndarray, size: np.ndarray, where: Spread, limit: float) -> np.ndarray:
+  """Whether each of the rows [f, D] beyond the limit shares no far entry; warns or raises."""
+  times = where.times(rows)
   column = times.argmax(axis=1)
-  largest = rows[np.arange(len(far)), column]
   count = _sharing(rows, column)
   is_shared = count > 1
-  is_wrong = is_shared & ((times > limit).sum(axis=1) > 1) | is_shared & (size[far] > _LARGEST)
+  is_wrong = is_shared & (((times > limit).sum(axis=1) > 1) | (size > _LARGEST))
   if is_wrong.any():
     i = int(np.argmax(is_wrong))
     message = (
-      f'X has {largest[i]:g} in {count[i]} rows of feature {column[i]}, '
-      f'{size[far[i]]:.0e} times as far from most rows as they are from each other, which float32 '
-      'cannot fit: if it stands for missing values, take a number near the others'
+      f'X has {rows[i, column[i]]:g} in {count[i]} rows of feature {column[i]}, {size[i]:.0e} '
+      'times as far from most rows as they are from each other, which float32 cannot fit: if it stands '
+      'for missing values, take a number near the others'
     )
-    if size[far[i]] > _LARGEST:
+    if size[i] > _LARGEST:
       raise ValueError(message)
-    warnings.warn(message, stacklevel=2)
-  if is_shared.all():
-    return x
-  alone = far[~is_shared]
-  warnings.warn(
-    f'{len(alone)} of the {len(x)} rows of X are much larger than the others, up to '
-    f'{size[alone].max():.0e} times: float32 cannot hold both, and they are fitted as if they were '
-    f'{limit:.0e} times as large',
-    stacklevel=2,
-  )
-  x = np.array(x)
-  factor = np.where(times > FAR, limit / size[far, None], 1.0)
-  x[alone] = (where.centre + factor * (rows - where.centre))[~is_shared]
-  return x
-
-
-def sizes(x: np.ndarray, where: Spread) -> np.ndarray:
-  """How many distances the farthest entry of each row is from the centre, float64 [N]."""
-  parts = (slice(i, i + _PART_ROWS) for i in range(0, len(x), _PART_ROWS))
-  return np.concatenate([where.times(x[i]).max(axis=1) for i in parts])
+    warnings.warn(message, stacklevel=3)
+  return ~is_shared
 
 
 def _sharing(rows: np.ndarray, column: np.ndarray) -> np.ndarray:
@@ -180,21 +248,10 @@ def _sharing(rows: np.ndarray, column: np.ndarray) -> np.ndarray:
   return count[of_row.ravel()]
 
 
-def far_alone(x: np.ndarray, where: Spread, size: np.ndarray) -> np.ndarray:
-  """Numbers of the rows of x [N, D] that are more than `FAR` distances from the centre and share no
-  far entry; `size` is of `sizes`.
-  """
-  far = np.flatnonzero(size > FAR)
-  if not len(far):
-    return far
-  rows = x[far].astype(np.float64)
-  return far[_sharing(rows, where.times(rows).argmax(axis=1)) == 1]
-
-
-def check_squares(x: np.ndarray, centre: np.ndarray) -> None:
-  """Raises ValueError if float32 cannot hold the sums of squares of x - centre [N, D]."""
-  largest = max((x.max(axis=0) - centre).max(), (centre - x.min(axis=0)).max())
-  if len(x) * float(largest) ** 2 > _LARGEST_SUM:
+def check_squares(num_rows: int, distances: np.ndarray) -> None:
+  """Raises ValueError if float32 cannot hold sums of squares of distances [D] from the centre."""
+  largest = float(distances.max())
+  if num_rows * largest**2 > _LARGEST_SUM:
     raise ValueError(
       f'X has values {largest:.0e} from the centre, whose squares float32 cannot hold: standardise '
       f'X, or divide it by {largest:.0e}'
@@ -217,8 +274,8 @@ def labels_of_rows(x: Any, y: Any) -> np.ndarray:
 
 
 def streams(x: Any, solver: str) -> bool:
-  """Whether a fit takes minibatches (the rule of docs/probe.md)."""
-  return solver == 'adam' or (solver == 'auto' and 4 * np.size(x) > MEMORY_BYTES)
+  """Whether the rows of a fit stay on disk (the rule of docs/probe.md)."""
+  return solver == 'streamed' or (solver == 'auto' and 4 * np.size(x) > MEMORY_BYTES)
 
 
 def merged(

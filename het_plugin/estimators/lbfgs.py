@@ -5,7 +5,8 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from sklearn.exceptions import ConvergenceWarning
 
 from het_plugin.estimators import compilation, objective
 from het_plugin.estimators.model import Model
-from het_plugin.estimators.whitening import Whitening, unwhiten, whiten, whitening_of
+from het_plugin.estimators.whitening import unwhiten, whiten, whitening_of
 from het_plugin.reporting import Progress
 
 MEMORY = 20
@@ -48,18 +49,52 @@ class FitResult:
   gap: float
 
 
-def white_objective(model: Model, theta, rows: objective.Blocks, whitening: Whitening) -> jax.Array:
-  """The objective at white coordinates."""
-  return objective.objective(model, unwhiten(model, theta, whitening), rows)
+def _at(model, theta, direction, step, whitening):
+  """theta + step * direction, and the parameters there, of `Model.multiplied`."""
+  theta = jax.tree.map(lambda x, d: x + step * d, theta, direction)
+  return theta, model.multiplied(unwhiten(model, theta, whitening))
+
+
+def _gathered(model, theta, direction, totals, rows, whitening):
+  """Objective, gradient, slope and largest entry at theta, from the sums over all rows.
+
+  Of the rows only what the penalty needs is read.
+  """
+
+  def of_theta(theta):
+    params = unwhiten(model, theta, whitening)
+    return model.multiplied(params), objective.penalty(model, params, rows)
+
+  total, of_params = totals
+  (_, penalty), pull = jax.vjp(of_theta, theta)
+  (gradient,) = pull((of_params, jnp.ones_like(penalty)))
+  gradient = jax.tree.map(lambda x: x / rows.total, gradient)
+  largest = jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(gradient)]).max()
+  slope = optax.tree.vdot(gradient, direction)
+  return (total + penalty) / rows.total, gradient, slope, largest
 
 
 @functools.partial(compilation.jit, static_argnums=0)
 def _evaluate(model, theta, direction, step, rows, whitening):
   """theta + step * direction, and there the objective, its gradient, slope and largest entry."""
-  theta = jax.tree.map(lambda x, d: x + step * d, theta, direction)
-  value, gradient = jax.value_and_grad(white_objective, argnums=1)(model, theta, rows, whitening)
-  largest = jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(gradient)]).max()
-  return theta, value, gradient, optax.tree.vdot(gradient, direction), largest
+  theta, params = _at(model, theta, direction, step, whitening)
+  totals = objective.add(model, params, objective.nothing(params), rows)
+  return theta, *_gathered(model, theta, direction, totals, rows, whitening)
+
+
+_at_once = compilation.jit(_at, static_argnums=0)
+_gather = compilation.jit(_gathered, static_argnums=0)
+_add = compilation.jit(objective.add, static_argnums=0, donate_argnums=2)
+
+
+def _evaluate_stream(model, theta, direction, step, rows, whitening):
+  """`_evaluate` for rows of a file: a program per chunk, while the next one is read."""
+  theta, params = _at_once(model, theta, direction, step, whitening)
+  totals = objective.nothing(params)
+  for chunk in rows.chunks():
+    jax.block_until_ready(totals)  # no more than two chunks are in memory
+    totals = _add(model, params, totals, chunk)
+  return theta, *_gather(model, theta, direction, totals, rows.constants, whitening)
 
 
 def _as_vector(tree):
@@ -158,68 +193,99 @@ def gap_of(values: Sequence[float], by_curvature: float) -> float:
   return max(by_curvature, after * ratio / (1.0 - ratio))
 
 
+class StoppedError(Exception):
+  """Somebody ends the fit, which keeps its best parameters."""
+
+
 def minimise(
   model: Model,
   params: dict,
-  rows: objective.Blocks,
+  rows: Any,
   *,
   tol: float,
   max_iter: int,
   progress: bool | str,
+  gap: float = 0.0,
+  stops: Callable[[], bool] = lambda: False,
 ) -> FitResult:
   """Minimises the objective from `params`.
 
   After 20, 60, 140, ... iterations, and when it is about to end, the search starts again in
   coordinates that are white at the current parameters, and with the draws there. It ends when the
-  largest entry of the gradient in these coordinates is at most `tol`, or, with noise, when the gap
-  is at most tol / 100: float32 does not tell what is left. Warns (`ConvergenceWarning`) if neither
-  is so after `max_iter` iterations, or if no step lowers the objective in float32.
+  largest entry of the gradient in these coordinates is at most `tol`, or when the gap is at most
+  `gap`, or, with noise, at most tol / 100: float32 does not tell what is left. Warns
+  (`ConvergenceWarning`) if none is so after `max_iter` iterations, if no step lowers the objective
+  in float32, or if it was stopped.
+
+  Args:
+    model: the model.
+    params: where the search starts.
+    rows: `objective.Blocks`, or a `stream.Stream`.
+    tol, max_iter, progress: see `DetClassifier`.
+    gap: nats.
+    stops: whether the search is to be stopped.
   """
+  rounding = -1.0 if model.head == 'det' else GAP_SHARE * tol
+  evaluate_at = _evaluate if isinstance(rows, objective.Blocks) else _evaluate_stream
   num_iterations = 0
   stage = FIRST_STAGE
   failures = 0
   values = []
-  gap = math.inf
+  left = math.inf  # the gap
+  value = math.nan
+  largest = math.inf
   is_close = False
+  is_stopped = False
   with progress_of(progress, model.head, max_iter, 'iterations') as bar:
     for restart in itertools.count():
-      whitening = whitening_of(model, params, rows)
-      drawn = objective.with_draws(model, params, rows)
-      evaluate = functools.partial(_evaluate, model, rows=drawn, whitening=whitening)
-      theta = whiten(model, params, whitening)
-      state = _no_memory(theta)
-      theta, value, gradient, _, largest = evaluate(theta, theta, 0.0)
+      try:
+        whitening = whitening_of(model, params, rows)
+        drawn = rows.drawn(model, params)
+        evaluate = functools.partial(evaluate_at, model, rows=drawn, whitening=whitening)
+        theta = whiten(model, params, whitening)
+        state = _no_memory(theta)
+        theta, value, gradient, _, largest = evaluate(theta, theta, 0.0)
+      except StoppedError:
+        is_stopped = True
+        break
       is_close |= restart > 0 and float(largest) <= tol
       if is_close or failures > 1 or not np.isfinite(value):
         if num_iterations == 0:  # it starts at the optimum, with a curvature of about one
-          gap = float(np.square(ravel_pytree(gradient)[0]).sum()) / 2
+          left = float(np.square(ravel_pytree(gradient)[0]).sum()) / 2
         break
       values = values or [float(value)]
       end = min(num_iterations + stage, max_iter)
       while float(largest) > tol and num_iterations < end and not is_close:
         direction, slope, state = _direction(theta, gradient, state)
         along = functools.partial(evaluate, theta, direction)
-        found = _line_search(along, float(value), float(slope))
+        try:
+          if stops():
+            raise StoppedError
+          found = _line_search(along, float(value), float(slope))
+        except StoppedError:
+          is_stopped = True
+          break
         if found is None:
           failures += 1
           break
         theta, value, gradient, _, largest = found
         num_iterations += 1
         values.append(float(value))
-        gap = gap_of(values, -float(slope) / 2)
-        is_close = model.head != 'det' and num_iterations >= FIRST_STAGE and gap <= GAP_SHARE * tol
+        left = gap_of(values, -float(slope) / 2)
+        is_close = left <= gap or (num_iterations >= FIRST_STAGE and left <= rounding)
         bar.update(1, f'objective {value:.6f}, gradient {largest:.1e}')
       params = unwhiten(model, theta, whitening)
-      if num_iterations >= max_iter:
+      if num_iterations >= max_iter or is_stopped:
         break
       stage *= 2
-  if not (is_close or float(largest) <= tol):
+  if is_stopped or not (is_close or float(largest) <= tol):
     reason = 'no step lowers it in float32' if failures > 1 else f'max_iter={max_iter} is reached'
+    reason = 'it was stopped' if is_stopped else reason
     warnings.warn(
-      f'{model.head} has not converged: the objective may be {gap:.1g} nats above its optimum '
+      f'{model.head} has not converged: the objective may be {left:.1g} nats above its optimum '
       f'(estimated), the gradient is {largest:.1e}, above tol={tol:g}, and {reason}',
       ConvergenceWarning,
       stacklevel=2,
     )
   params = jax.tree.map(np.asarray, params)
-  return FitResult(params, float(value), float(largest), num_iterations, gap)
+  return FitResult(params, float(value), float(largest), num_iterations, left)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from het_plugin.integrate import Draws
 BLOCK_BYTES = 2**27
 # On a CPU they stay in its caches: at K = 100 and R = 4, HET took 0.5 to 0.7 of the time.
 CACHE_BYTES = 2**23
+_ALIGNMENT = 64  # bytes
 
 
 @struct.dataclass
@@ -28,7 +31,7 @@ class Blocks:
     weight: [n, b].
     total: the sum of the weights.
     strength, noise_strength: 1 / C and 1 / C_noise.
-    draws: `with_draws`; None is those that the model takes at its parameters.
+    draws: `drawn`; None is those that the model takes at its parameters.
   """
 
   x: jax.Array
@@ -38,6 +41,45 @@ class Blocks:
   strength: jax.Array
   noise_strength: jax.Array
   draws: Draws | None = None
+
+  @property
+  def width(self) -> int:
+    """D."""
+    return self.x.shape[-1]
+
+  def drawn(self, model: Model, params: dict) -> 'Blocks':
+    """Blocks with the draws of the model at `params`, which do not move with the parameters.
+
+    The objective is then a smooth function, whose gradient is exact. For a head with R factors they
+    are 16 (R + 1) numbers a row.
+    """
+    if not model.is_sampled:
+      return self
+    return dataclasses.replace(self, draws=_draws(model, params, self.x))
+
+  def some(self, num_rows: int) -> 'Blocks':
+    """About `num_rows` rows, evenly spaced, in blocks of the same size."""
+    stride = self.weight.size // num_rows
+    return self if stride < 2 else _strided(self, stride)
+
+  def stages(self, model: Model) -> Iterator[tuple['Blocks', float]]:
+    """Rows that are fitted one after the other, and the gap at which a fit may end: all, and 0."""
+    del model
+    yield self, 0.0
+
+
+@functools.partial(compilation.jit, static_argnums=1)
+def _strided(blocks: Blocks, stride: int) -> Blocks:
+  size = blocks.weight.shape[1]
+
+  def chosen(values):
+    rows = values.reshape(-1, *values.shape[2:])[::stride]
+    padding = -len(rows) % size
+    rows = jnp.pad(rows, [(0, padding), *[(0, 0)] * (rows.ndim - 1)])
+    return rows.reshape(-1, size, *rows.shape[1:])
+
+  names = 'x', 'target', 'weight'
+  return dataclasses.replace(blocks, **{name: chosen(getattr(blocks, name)) for name in names})
 
 
 def block_rows(model: Model, num_rows: int) -> int:
@@ -54,35 +96,59 @@ def block_rows(model: Model, num_rows: int) -> int:
   return -(-num_rows // num_blocks // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def make_rows(model, x, mean, target, weight, c, c_noise) -> Blocks:
-  """`Blocks` from arrays [N, ...]; `mean` [D] is subtracted from the features."""
-  size = block_rows(model, len(x))
-  num_blocks = -(-len(x) // size)
+def make_blocks(
+  x: np.ndarray,
+  mean: np.ndarray,
+  target: np.ndarray,
+  weight: np.ndarray,
+  size: int,
+  num_blocks: int | None = None,
+  **others: Any,
+) -> Blocks:
+  """`Blocks` of `size` rows each from arrays [N, ...], and from what they have besides.
 
-  def blocks(values, dtype):
-    padded = np.zeros((num_blocks * size, *values.shape[1:]), dtype)
-    np.copyto(padded[: len(values)], values, casting='same_kind')
-    return jnp.asarray(padded.reshape(num_blocks, size, *values.shape[1:]))
+  `mean` [D] is subtracted from the features. None is as many blocks as the rows need.
+  """
+  num_blocks = num_blocks or -(-len(x) // size)
+
+  def blocks(values, dtype, shift=None):
+    padded = _aligned((num_blocks * size, *values.shape[1:]), dtype)
+    padded[len(values) :] = 0
+    rows = padded[: len(values)]
+    if shift is None:
+      np.copyto(rows, values, casting='same_kind')
+    else:
+      np.subtract(values, shift, out=rows, casting='same_kind')
+    return jax.device_put(padded.reshape(num_blocks, size, *values.shape[1:]))
 
   return Blocks(
-    blocks(x - mean, np.float32),
+    blocks(x, np.float32, mean),
     blocks(target, target.dtype),
     blocks(weight, np.float32),
-    jnp.float32(weight.sum()),
-    jnp.float32(1.0 / c),
-    jnp.float32(1.0 / c_noise),
+    **others,
   )
 
 
-def with_draws(model: Model, params, rows: Blocks) -> Blocks:
-  """Blocks with the draws of the model at `params`, which then do not move with the parameters.
+def _aligned(shape, dtype):
+  """An array without values that JAX takes on a CPU without a copy."""
+  dtype = np.dtype(dtype)
+  content = np.empty(int(np.prod(shape)) * dtype.itemsize + _ALIGNMENT, np.uint8)
+  content = content[-content.ctypes.data % _ALIGNMENT :]
+  return content[: int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
 
-  The objective is then a smooth function, whose gradient is exact. For a head with R factors they
-  are 16 (R + 1) numbers a row.
-  """
-  if not model.is_sampled:
-    return rows
-  return dataclasses.replace(rows, draws=_draws(model, params, rows.x))
+
+def make_rows(model, x, mean, target, weight, c, c_noise) -> Blocks:
+  """`Blocks` from arrays [N, ...]; `mean` [D] is subtracted from the features."""
+  return make_blocks(
+    x,
+    mean,
+    target,
+    weight,
+    block_rows(model, len(x)),
+    total=jnp.float32(weight.sum()),
+    strength=jnp.float32(1.0 / c),
+    noise_strength=jnp.float32(1.0 / c_noise),
+  )
 
 
 @functools.partial(compilation.jit, static_argnums=0)
@@ -91,48 +157,28 @@ def _draws(model, params, x):
   return jax.lax.scan(lambda _, x: (None, model.draws(params, x)), None, x)[1]
 
 
-def _block_sum(model, params, x, target, weight, draws):
-  return jnp.sum(weight * model.nll(params, x, target, draws))
+def add(model: Model, params: dict, totals: Any, rows: Blocks) -> Any:
+  """Adds sum_i w_i nll_i of the rows and its gradient by `params`, of `Model.multiplied`.
+
+  Value and gradient of a block are made together: reverse mode through the loop would keep or
+  recompute the logits of every block.
+  """
+
+  def of_block(params, x, target, weight, draws):
+    return jnp.sum(weight * model.nll(params, x, target, draws))
+
+  def body(totals, block):
+    return jax.tree.map(jnp.add, totals, jax.value_and_grad(of_block)(params, *block)), None
+
+  return jax.lax.scan(body, totals, (rows.x, rows.target, rows.weight, rows.draws))[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum(model, params, rows):
-  """sum_i w_i nll_i."""
-  return jax.lax.scan(
-    lambda total, block: (total + _block_sum(model, params, *block), None),
-    jnp.zeros(()),
-    (rows.x, rows.target, rows.weight, rows.draws),
-  )[0]
+def nothing(params: dict) -> Any:
+  """The totals of no row."""
+  return jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
 
 
-# The gradient of a sum over blocks is the sum of their gradients, and the cotangent g of the sum is
-# a number. So the forward pass adds up value and gradient of a block together, and the backward
-# pass multiplies by g. Reverse mode through the scan would keep or recompute the logits of every
-# block.
-def _sum_fwd(model, params, rows):
-  def add(totals, block):
-    new = jax.value_and_grad(lambda p: _block_sum(model, p, *block))(params)
-    return jax.tree.map(jnp.add, totals, new), None
-
-  start = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-  return jax.lax.scan(add, start, (rows.x, rows.target, rows.weight, rows.draws))[0]
-
-
-def _sum_bwd(model, gradient, g):
-  del model
-  return jax.tree.map(lambda x: g * x, gradient), None
-
-
-_sum.defvjp(_sum_fwd, _sum_bwd)
-
-
-def objective(model: Model, params, rows: Blocks) -> jax.Array:
-  """The objective (`model`)."""
+def penalty(model: Model, params: dict, rows: Any) -> jax.Array:
+  """What the objective adds to the sum over rows."""
   of_location, of_noise = model.penalty(params)
-  penalty = 0.5 * (rows.strength * of_location + rows.noise_strength * of_noise)
-  return (_sum(model, model.multiplied(params), rows) + penalty) / rows.total
-
-
-def mean_nll(model: Model, params, rows: Blocks) -> jax.Array:
-  """The objective without its penalty."""
-  return _sum(model, model.multiplied(params), rows) / rows.total
+  return 0.5 * (rows.strength * of_location + rows.noise_strength * of_noise)

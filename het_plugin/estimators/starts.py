@@ -75,10 +75,10 @@ def noisy_start(model: Model, det: dict, rows: objective.Blocks, seed: int) -> d
   """Parameters where the search of a head with noise starts, from those of DET at its optimum and
   rows of the fit, or a sample of them.
   """
-  params = model.init(seed, rows.x.shape[-1])
+  params = model.init(seed, rows.width)
   count = dict(model.noise)['num_factors'] + 1
   directions = noise_directions(model, det, params, rows, count)
-  features = model.features(det, rows.x[0])
+  features = model.features(det, rows.some(2**13).x[0])
   feature_size = max(float(np.sqrt(np.mean(np.square(features)))), 1e-6)
   noise = heads.noise_in_directions(
     params['head']['covariance'], INITIAL_NOISE * directions, feature_size

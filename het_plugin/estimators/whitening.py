@@ -10,6 +10,7 @@ location, v, and d before its softplus. Together they are the Fisher matrix as a
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,10 @@ from flax import struct, traverse_util
 
 from het_plugin.estimators import compilation
 from het_plugin.estimators.model import Model, is_noise, on_features
-from het_plugin.estimators.objective import Blocks
 from het_plugin.heads.covariance import MIN_DIAG
 from het_plugin.integrate import LowRank
 
 MOMENT_ROWS = 8  # per feature, and 2^13 at least: what is nearly separable has few rows that count
-OUTPUT_ROWS = 2**13  # whose gradients give R and s
 MAX_OUTPUTS = 2048  # up to so many outputs have an R
 # Curvatures are at least this, relative to that of a column of W: below, a gradient is rounding.
 MIN_CURVATURE = 1e-3
@@ -46,16 +45,6 @@ class Whitening:
   right: dict[Path, jax.Array] = struct.field(default_factory=dict)
 
 
-def _some(values: jax.Array, num_rows: int) -> jax.Array:
-  """About `num_rows` rows of blocks [n, b, ...], evenly spaced, as fewer blocks filled with 0."""
-  rows = values.reshape(-1, *values.shape[2:])
-  rows = rows[:: max(1, len(rows) // num_rows)]
-  num_blocks = -(-len(rows) // values.shape[1])
-  padding = num_blocks * values.shape[1] - len(rows)
-  rows = jnp.pad(rows, [(0, padding), *[(0, 0)] * (rows.ndim - 1)])
-  return rows.reshape(num_blocks, -1, *rows.shape[1:])
-
-
 def _second_moments(weight, g):
   """sum_b w_b g_b g_b^T, [Q, Q] from weight [B] and g [B, Q]."""
   return jnp.matmul(g.T * weight, g, precision=jax.lax.Precision.HIGHEST)
@@ -65,11 +54,9 @@ def _second_moments(weight, g):
 def _feature_moments(model, params, rows):
   """E[c (x, 1) (x, 1)^T], where c is the curvature of a row's loss by its logits.
 
-  That is the variance of the indicator of a class without noise, averaged over the classes. The
-  mean is over about `MOMENT_ROWS` (D + 1) rows: all would cost as much as several iterations.
+  That is the variance of the indicator of a class without noise, averaged over the classes.
   """
   size = rows.x.shape[-1] + 1
-  x, weight = (_some(x, max(MOMENT_ROWS * size, 2**13)) for x in (rows.x, rows.weight))
 
   # The Hessian of -log softmax_y by column k of [W; b] is p_k (1 - p_k) (x, 1) (x, 1)^T.
   def add(total, block):
@@ -78,7 +65,8 @@ def _feature_moments(model, params, rows):
     x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
     return total + _second_moments(weight * jnp.mean(p * (1.0 - p), axis=1), x), None
 
-  return jax.lax.scan(add, jnp.zeros((size, size)), (x, weight))[0] / weight.sum()
+  total, _ = jax.lax.scan(add, jnp.zeros((size, size)), (rows.x, rows.weight))
+  return total / rows.weight.sum()
 
 
 @functools.partial(compilation.jit, static_argnums=0)
@@ -117,7 +105,7 @@ def _output_moments(model, params, rows):
       ('covariance', 'J'): _second_moments(of_factor, by_j),
     }
 
-  blocks = tuple(_some(x, OUTPUT_ROWS) for x in (rows.x, rows.target, rows.weight))
+  blocks = rows.x, rows.target, rows.weight
   total = jax.tree.map(jnp.zeros_like, jax.eval_shape(moments, *(x[0] for x in blocks)))
 
   def add(total, block):
@@ -141,21 +129,26 @@ def of_features(moments: np.ndarray, ridge: np.ndarray) -> tuple[np.ndarray, np.
   return left, np.square(left).T @ ridge
 
 
-def whitening_of(model: Model, params, rows: Blocks) -> Whitening:
-  """The coordinates that suit `params`, in which a column of W has unit curvature on average."""
+def whitening_of(model: Model, params, rows: Any) -> Whitening:
+  """The coordinates that suit `params`, in which a column of W has unit curvature on average.
+
+  They are of about `MOMENT_ROWS` (D + 1) of the rows, `Blocks` or a `stream.Stream`: all would cost
+  as much as several iterations.
+  """
+  some = rows.some(max(MOMENT_ROWS * (rows.width + 1), 2**13))
 
   def ridge(strength):
-    found = np.full(rows.x.shape[-1] + 1, float(strength / rows.total))
+    found = np.full(rows.width + 1, float(strength / rows.total))
     found[-1] = 0.0  # the bias is not regularised
     return found
 
-  moments = np.asarray(_feature_moments(model, params, rows), np.float64)
+  moments = np.asarray(_feature_moments(model, params, some), np.float64)
   left, penalty = of_features(moments, ridge(rows.strength))
   found = Whitening(jnp.asarray(left, jnp.float32))
   if model.hidden_layers or model.num_outputs(params) > MAX_OUTPUTS:
     return found
   output_moments = {
-    path: np.asarray(x, np.float64) for path, x in _output_moments(model, params, rows).items()
+    path: np.asarray(x, np.float64) for path, x in _output_moments(model, params, some).items()
   }
   unit = np.trace(output_moments['head', 'kernel']) / model.num_classes
   for path, moments in output_moments.items():

@@ -12,7 +12,7 @@ from sklearn.metrics import average_precision_score
 from het_plugin import rows as rows_lib
 from het_plugin.commands import audit as audit_report
 from het_plugin.commands import probe
-from het_plugin.estimators import DetClassifier, inputs, minibatch, noise_gain
+from het_plugin.estimators import DetClassifier, inputs, noise_gain, objective, stream
 from het_plugin.estimators import audit as audit_lib
 from het_plugin.estimators.probe import Settings
 from het_plugin.evaluation.examples import Examples
@@ -49,9 +49,11 @@ def test_rows_of_a_file_are_read_in_parts(grid, tmp_path, monkeypatch):
   x.tofile(tmp_path / 'x')
   mapped = Watched(tmp_path / 'x', np.float32, 'r', shape=x.shape)
   monkeypatch.setattr(inputs, '_PART_ROWS', 100)
-  monkeypatch.setattr(minibatch, '_READ_ROWS', 100)
+  monkeypatch.setattr(stream, 'HELD_BYTES', 0)
+  monkeypatch.setattr(stream, 'CHUNK_BYTES', 0)
+  monkeypatch.setattr(objective, 'CACHE_BYTES', 0)
   monkeypatch.setattr(Watched, 'most', 0)
-  settings = Settings(**SETTINGS | {'c': grid}, solver='adam', max_iter=10)
+  settings = Settings(**SETTINGS | {'c': grid}, solver='streamed', max_iter=10)
   found = audit_lib.audit(mapped, label, settings)
   assert 0 < Watched.most < 200  # a copy of two folds would be 800
   if len(grid) == 1:
@@ -65,9 +67,9 @@ def test_rows_without_weight_are_as_if_they_were_not_there(tmp_path):
   np.save(tmp_path / 'x.npy', x)
   mapped = np.load(tmp_path / 'x.npy', mmap_mode='r')
   rows = np.arange(0, 900, 3)
-  settings = Settings(**SETTINGS, solver='adam', max_iter=20)
+  settings = Settings(**SETTINGS, solver='streamed', max_iter=20)
   found, *_ = probe.fit_best('det', mapped, label, rows, settings, {}, iter(()))
-  alone = DetClassifier(C=10.0, solver='adam', max_iter=20).fit(x[rows], label[rows])
+  alone = DetClassifier(C=10.0, solver='streamed', max_iter=20).fit(x[rows], label[rows])
   np.testing.assert_allclose(found.predict_proba(x), alone.predict_proba(x), atol=1e-3)
 
 
@@ -145,7 +147,7 @@ from het_plugin.commands import audit
 from het_plugin.estimators import probe
 sys.path.insert(0, 'benchmarks')
 from probe import memory_watched
-settings = probe.Settings(['det'], folds=2, solver='adam', max_iter=1, progress=False)
+settings = probe.Settings(['det'], folds=2, solver='streamed', max_iter=1, progress=False)
 for path in sys.argv[1:]:
   with memory_watched() as found:
     report = audit.report(path, settings)

@@ -395,7 +395,6 @@ def test_hidden_layers_learn_what_a_line_cannot():
     ({'mesh': (3, 1)}, r'mesh=\(3, 1\) must be \(data, model\)'),
     ({'mesh': 2}, r'mesh=\(2,\) must be \(data, model\)'),
     ({'mesh': (1, 64)}, 'at most 8, the number of devices'),
-    ({'solver': 'adam', 'tau': 'validation'}, "tau='validation' needs all rows in memory"),
   ],
 )
 def test_wrong_settings_are_one_sentence(change, message):
@@ -416,8 +415,6 @@ def test_the_start_is_a_fit_to_the_same_rows():
   for start in (DetClassifier(0.5).fit(x, y), DetClassifier().fit(x[1:], y[1:])):
     with pytest.raises(ValueError, match='start must be a DetClassifier fitted to the same rows'):
       HetClassifier(**SMALL).fit(x, y, start=start)
-  with pytest.raises(ValueError, match='hidden_layers and solver'):
-    HetClassifier(solver='adam', **SMALL).fit(x, y, start=DetClassifier(tol=0.1).fit(x, y))
   with pytest.raises(ValueError, match='start has the objective .* fitted to the same labels'):
     HetClassifier(C_noise=0).fit(x, (y + 1) % 4, start=DetClassifier(tol=0.1).fit(x, y))
   with pytest.raises(ValueError, match='start needs one tau'):

@@ -1,17 +1,31 @@
 """Data beyond the memory, meshes, and features in files."""
 
+import os
 import subprocess
 import sys
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
 
-from het_plugin.estimators import DetClassifier, HetXLClassifier
+from het_plugin.estimators import (
+  DetClassifier,
+  HetXLClassifier,
+  inputs,
+  lbfgs,
+  objective,
+  placement,
+  stream,
+  whitening,
+)
+from het_plugin.estimators.model import Model
+from het_plugin.system import stopping
 
 NOISY = {'C': 1.0, 'C_noise': 0.1, 'num_factors': 2, 'num_samples': 2}
 
@@ -25,25 +39,91 @@ def data():
   return (scales * (x + 3)).astype(np.float32), y
 
 
-@pytest.mark.slow
-def test_minibatches_stop_early_near_the_optimum_and_read_files(data, tmp_path):
+@pytest.fixture
+def small_parts(monkeypatch):
+  """Chunks, runs and parts in memory so small that a few rows have several."""
+  monkeypatch.setattr(stream, 'CHUNK_BYTES', 2**12)
+  monkeypatch.setattr(stream, 'RUN_ROWS', 16)
+  monkeypatch.setattr(stream, 'HELD_BYTES', 2**14)
+  monkeypatch.setattr(objective, 'CACHE_BYTES', 2**14)
+
+
+def mapped(x, folder):
+  np.save(folder / 'x.npy', x)
+  return np.load(folder / 'x.npy', mmap_mode='r')
+
+
+@pytest.mark.parametrize(
+  'head', [DetClassifier(10.0), pytest.param(HetXLClassifier(**NOISY), marks=pytest.mark.slow)]
+)
+def test_rows_on_disk_have_the_fit_of_memory(head, data, tmp_path, small_parts):
   x, y = data
-  exact = DetClassifier(10.0).fit(x, y).nll(x, y).mean()
-  streamed = DetClassifier(10.0, solver='adam', max_iter=1000).fit(x, y)
-  assert streamed.n_iter_ < 500
-  assert streamed.nll(x, y).mean() == pytest.approx(exact, abs=0.01)
-  np.save(tmp_path / 'x.npy', x)
-  mapped = np.load(tmp_path / 'x.npy', mmap_mode='r')
-  with warnings.catch_warnings():
-    warnings.simplefilter('ignore', ConvergenceWarning)
-    fits = [DetClassifier(10.0, solver='adam', max_iter=3).fit(rows, y) for rows in (x, mapped)]
-  of_memory, of_file = (fit.predict_log_proba(x) for fit in fits)
-  np.testing.assert_array_equal(of_file, of_memory)
-  np.testing.assert_array_equal(fits[1].predict_log_proba(mapped), of_memory)
+  weight = np.where(np.arange(len(x)) % 5, 1.0 + np.arange(len(x)) % 2, 0.0)
+  of_memory = clone(head).fit(x, y, weight)
+  of_file = clone(head).set_params(solver='streamed').fit(mapped(x, tmp_path), y, weight)
+  assert of_file.objective_ == pytest.approx(of_memory.objective_, abs=2e-5)
+  np.testing.assert_array_equal(of_file.mean_, of_memory.mean_)
+  np.testing.assert_allclose(of_file.nll(x, y).mean(), of_memory.nll(x, y).mean(), atol=2e-3)
+
+
+@pytest.mark.parametrize(
+  'model',
+  [
+    Model('det', 11),  # below, 64 samples have a rotation for each row
+    pytest.param(Model('het_xl', 11, noise=(('num_factors', 2),)), marks=pytest.mark.slow),
+  ],
+)
+def test_the_objective_of_a_stream_has_the_digits_of_memory(model, data, small_parts):
+  x, y = data
+  labels = y[:, None].astype(np.int32), np.ones(len(x))
+  far = inputs.Far(np.zeros(0, int), np.array([7]), np.full((1, 6), 1e3))
+  moved = x.copy()
+  moved[7] = 1e3
+  params = model.init(0, 6)
+  with placement.on(None):
+    both = (
+      objective.make_rows(model, moved, x.mean(axis=0), *labels, 1.0, 0.1),
+      stream.make_stream(model, x, x.mean(axis=0), *labels, far, 1.0, 0.1, None),
+    )
+    found = []
+    for of, evaluate in zip(both, (lbfgs._evaluate, lbfgs._evaluate_stream), strict=True):
+      coordinates = whitening.whitening_of(model, params, of)
+      theta = whitening.whiten(model, params, coordinates)
+      drawn = of.drawn(model, params)
+      found.append(evaluate(model, theta, theta, 0.1, drawn, coordinates))
+  assert float(found[0][1]) == pytest.approx(float(found[1][1]), rel=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *(x[2] for x in found))
+
+
+def test_a_file_that_changes_ends_the_fit_and_a_signal_keeps_the_best(
+  data, tmp_path, small_parts, monkeypatch
+):
+  x, y = data
+  rows = mapped(x, tmp_path)
+  read = stream.Stream._read
+  reads = []
+
+  def changed(self, *places):
+    reads.append(places)
+    if len(reads) == 9:
+      os.utime(tmp_path / 'x.npy', (0, 0))
+    return read(self, *places)
+
+  det = DetClassifier(solver='streamed')
+  with monkeypatch.context() as patched:
+    patched.setattr(stream.Stream, '_read', changed)
+    with pytest.raises(ValueError, match=r'x\.npy has changed during the fit'):
+      det.fit(rows, y)
+  best = det.fit(rows, y).objective_
+  passes = iter(range(1000))
+  monkeypatch.setattr(stopping, 'requested', lambda: next(passes) > 120)
+  with pytest.warns(ConvergenceWarning, match='has not converged: .* it was stopped'):
+    det.fit(rows, y)
+  assert 0 < det.objective_ - best < 0.2 and det.gap_ > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('solver', ['lbfgs', 'adam'])
+@pytest.mark.parametrize('solver', ['lbfgs', 'streamed'])
 def test_a_mesh_gives_the_same_fit(data, solver):
   """K = 11 on 4 shards of classes. The fit of HET-XL begins with one of DET."""
   x, y = data
@@ -62,8 +142,8 @@ def test_thousands_of_classes_on_eight_devices():
   """2,057 classes are 2,064 on 8 shards, and no device has more than its columns of W."""
   rng = np.random.default_rng(0)
   x = rng.normal(size=(2_057, 16)).astype(np.float32)
-  fit = HetXLClassifier(mesh=(1, 8), solver='adam', max_iter=1, **NOISY)
-  with pytest.warns(ConvergenceWarning, match='still falls after max_iter=1 epochs'):
+  fit = HetXLClassifier(mesh=(1, 8), solver='streamed', max_iter=1, **NOISY)
+  with pytest.warns(ConvergenceWarning, match='max_iter=1 is reached'):
     fit.fit(x, np.arange(2_057))
   assert fit.params_['head']['kernel'].shape == (16, 2_064)
   np.testing.assert_allclose(fit.predict_proba(x[:32]).sum(axis=1), 1.0, rtol=1e-4)
@@ -77,7 +157,7 @@ warnings.simplefilter('ignore')
 for rows in (80_000, 200_000):
   x = np.load(sys.argv[1], mmap_mode='r')[:rows]
   y = np.arange(len(x)) % 10
-  det = DetClassifier(solver='adam', max_iter=1).fit(x, y)
+  det = DetClassifier(solver='streamed', max_iter=2).fit(x, y)
   det.predict(x)
   print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
@@ -126,13 +206,13 @@ def test_changes_of_a_copy_on_write_file_are_kept(data, tmp_path):
   np.save(tmp_path / 'x.npy', x)
   mapped = np.load(tmp_path / 'x.npy', mmap_mode='c')
   mapped /= 2
-  det = DetClassifier(solver='adam', max_iter=1)
+  det = DetClassifier(solver='streamed', max_iter=2)
   with pytest.warns(ConvergenceWarning):
     np.testing.assert_array_equal(det.fit(mapped, y).predict(mapped), det.predict(x / 2))
   np.testing.assert_array_equal(mapped, x / 2)
 
 
-@pytest.mark.parametrize('solver', ['lbfgs', 'adam'])
+@pytest.mark.parametrize('solver', ['lbfgs', 'streamed'])
 def test_wrong_rows_are_one_sentence(data, solver, tmp_path):
   x, y = (rows[:60].copy() for rows in data)
   det = DetClassifier(solver=solver)
@@ -143,8 +223,8 @@ def test_wrong_rows_are_one_sentence(data, solver, tmp_path):
   with pytest.raises(ValueError, match='does not exist'):
     det.fit(str(tmp_path / 'none.npz'))
   x[7, 2] = np.nan
-  with pytest.raises(ValueError, match='Input X contains NaN or infinity.* row'):
-    det.fit(x, y)
+  with pytest.raises(ValueError, match='Input X contains NaN or infinity.* in row 7'):
+    det.fit(mapped(x, tmp_path), y)
   with pytest.raises(ValueError, match=r'X has shape \(60,\), and must be \[N, D\]'):
     det.fit(x[:, 0], y)
 

@@ -103,10 +103,10 @@ def test_with_too_few_rows_no_noise_is_taken():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::sklearn.exceptions.ConvergenceWarning')
-def test_in_minibatches_the_held_out_rows_end_the_fit_instead():
-  x, y = problem(300, is_noisy=True)
-  settings = {**SETTINGS, 'max_iter': 2, 'solver': 'adam'}
+def test_of_rows_on_disk_a_tenth_chooses():
+  x, y = problem(3000, is_noisy=True)
+  settings = {**SETTINGS, 'max_iter': 20, 'solver': 'streamed'}
   head = HetClassifier(2.0, **settings).fit(x, y)
-  assert (head.C_noise_, head.noise_nll_) == (0.06, None)
-  same = HetClassifier(2.0, C_noise=0.06, **settings).fit(x, y)
-  np.testing.assert_array_equal(head.predict_proba(x), same.predict_proba(x))
+  assert head.C_noise_ in head.noise_nll_
+  same = HetClassifier(2.0, C_noise=head.C_noise_, **settings).fit(x, y)
+  assert head.nll(x, y).mean() == pytest.approx(same.nll(x, y).mean(), abs=0.02)

@@ -1,0 +1,228 @@
+"""Rows that stay on disk, for fits beyond the memory.
+
+A search sees a `Stream` as it sees `objective.Blocks`: the objective and its gradient are sums over
+blocks of rows, in the same order, so that both give the same digits. The rows are read in chunks
+of blocks. The search starts with a tenth of them, and goes on with more and more: each part is
+fitted as well as its number of rows can tell the parameters, so that the whole is read few times.
+The rows of a part are runs of neighbours, evenly spaced.
+"""
+
+import dataclasses
+import functools
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from het_plugin.estimators import inputs, lbfgs, objective, placement, targets
+from het_plugin.estimators.model import Model
+from het_plugin.integrate import Draws, shared_key
+from het_plugin.system import stopping
+
+SHARES = (0.1, 0.2, 0.4, 1.0)
+CHUNK_BYTES = 2**23  # of features that are read at a time
+HELD_BYTES = 2**27  # a part whose features and draws take less is read once
+RUN_ROWS = 256
+GAP_SHARE = 0.1  # of the price p / (2 n) of p parameters, to which n of more rows are fitted
+_GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are evenly spaced
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stream:
+  """Rows of positive weight, read when they are asked for.
+
+  Attributes:
+    x: [N, D], mapped or in memory.
+    values: `Targets.values` of all rows.
+    weight: [N].
+    numbers: int [n], the rows of positive weight; None for all.
+    mean: [D], subtracted from the features.
+    far: whose rows are moved.
+    strength, noise_strength: 1 / C and 1 / C_noise.
+    size: rows of a block.
+    mesh: (data, model) numbers of devices.
+    order: int [m], the places in `numbers` of a part; None for the whole.
+    spilled: draws of the rows, in a file without a name.
+  """
+
+  x: Any
+  values: np.ndarray
+  weight: np.ndarray
+  numbers: np.ndarray | None
+  mean: np.ndarray
+  far: inputs.Far
+  strength: jax.Array
+  noise_strength: jax.Array
+  size: int
+  mesh: Sequence[int] | None = None
+  order: np.ndarray | None = None
+  spilled: '_Spilled | None' = None
+
+  def __len__(self) -> int:
+    if self.order is not None:
+      return len(self.order)
+    return len(self.x if self.numbers is None else self.numbers)
+
+  @property
+  def width(self) -> int:
+    """D."""
+    return self.x.shape[1]
+
+  @functools.cached_property
+  def total(self) -> jax.Array:
+    """The sum of the weights."""
+    weight = self.weight
+    if self.order is not None:
+      weight = weight[self.order if self.numbers is None else self.numbers[self.order]]
+    return jnp.float32(weight.sum())
+
+  @property
+  def constants(self) -> objective.Blocks:
+    """What the objective needs besides the rows."""
+    return objective.Blocks(None, None, None, self.total, self.strength, self.noise_strength)
+
+  @functools.cached_property
+  def _stamps(self) -> list[tuple[str, int, int]]:
+    return inputs.stamps(self.x)
+
+  def _read(self, places: slice | np.ndarray, num_blocks: int | None = None) -> objective.Blocks:
+    """Rows at places of the part, in blocks."""
+    for path, *stamp in self._stamps:
+      if not os.path.exists(path) or inputs.stamp(path) != tuple(stamp):
+        raise ValueError(f'{path} has changed during the fit, which reads it often: start again')
+    rows = places if self.order is None else self.order[places]
+    rows = rows if self.numbers is None else self.numbers[rows]
+    x = inputs.widened(np.asarray(self.x[rows]))
+    moved = self.far.moved
+    if len(moved):
+      number = np.arange(rows.start, rows.start + len(x)) if isinstance(rows, slice) else rows
+      place = np.minimum(np.searchsorted(moved, number), len(moved) - 1)
+      is_moved = moved[place] == number
+      x = np.array(x)
+      x[is_moved] = self.far.values[place[is_moved]]
+    values = np.asarray(self.values[rows])
+    of_rows = x, self.mean, values, self.weight[rows], self.size, num_blocks
+    constants = {'total': self.total, 'strength': self.strength}
+    blocks = objective.make_blocks(*of_rows, **constants, noise_strength=self.noise_strength)
+    placement.forget_pages(self.x)
+    placement.forget_pages(self.values)
+    return placement.place_rows(blocks, self.mesh)
+
+  def chunks(self) -> Iterator[objective.Blocks]:
+    """All rows of the part, in their order.
+
+    Raises:
+      lbfgs.StoppedError: this process was asked to stop.
+      ValueError: a file has changed.
+    """
+    total = -(-len(self) // self.size)
+    num_chunks = -(-total // max(1, CHUNK_BYTES // (4 * self.size * self.width)))
+    num_blocks = -(-total // num_chunks)
+    step = num_blocks * self.size
+    for number, start in enumerate(range(0, len(self), step)):
+      if stopping.requested():
+        raise lbfgs.StoppedError
+      chunk = self._read(slice(start, min(start + step, len(self))), num_blocks)
+      yield chunk if self.spilled is None else self.spilled.of(number, chunk)
+
+  @functools.cached_property
+  def _samples(self) -> dict[int, objective.Blocks]:
+    return {}
+
+  def some(self, num_rows: int) -> objective.Blocks:
+    """About `num_rows` rows, evenly spaced, which stay in memory."""
+    padded = -(-len(self) // self.size) * self.size
+    stride = max(1, padded // num_rows)
+    if stride not in self._samples:
+      self._samples[stride] = self._read(np.arange(0, len(self), stride))
+    return self._samples[stride]
+
+  def drawn(self, model: Model, params: dict) -> 'Stream':
+    """As `objective.Blocks.drawn`; the draws are in a temporary file."""
+    if not model.is_sampled:
+      return self
+    spilled = _Spilled()
+    for chunk in dataclasses.replace(self, spilled=None).chunks():
+      if not spilled.write(chunk.drawn(model, params).draws):
+        return self  # the same draws for all rows
+    return dataclasses.replace(self, spilled=spilled)
+
+  def stages(self, model: Model) -> Iterator[tuple[Any, float]]:
+    """Parts of the rows, the last of which is the whole, and gaps at which their fits may end.
+
+    DET is fitted to the whole up to its tolerance.
+    """
+    num_params = sum(int(np.prod(x)) for x in model.param_shapes(self.width).values())
+    row_bytes = 4 * self.width + self.values.itemsize * self.values.shape[1]
+    row_bytes += 64 * (1 + dict(model.noise).get('num_factors', 0)) * model.is_sampled
+    runs = np.arange(-(-len(self) // RUN_ROWS)) * _GOLDEN % 1.0
+    for share in SHARES[:-1]:
+      places = (np.flatnonzero(runs < share)[:, None] * RUN_ROWS + np.arange(RUN_ROWS)).ravel()
+      part = dataclasses.replace(self, order=places[places < len(self)])
+      gap = GAP_SHARE * num_params / (2 * len(part))
+      if len(part) * row_bytes <= HELD_BYTES:
+        yield part._read(slice(0, len(part))), gap
+      else:
+        yield part, gap
+    yield self, 0.0 if model.head == 'det' else GAP_SHARE * num_params / (2 * len(self))
+
+
+def make_stream(
+  model: Model,
+  x: Any,
+  mean: np.ndarray,
+  values: np.ndarray,
+  weight: np.ndarray,
+  far: inputs.Far,
+  c: float,
+  c_noise: float,
+  mesh: Sequence[int] | None,
+) -> Stream:
+  """A `Stream` of the rows of arrays [N, ...] that have weight."""
+  numbers = None if (weight > 0).all() else np.flatnonzero(weight > 0)
+  size = objective.block_rows(model, len(x) if numbers is None else len(numbers))
+  strengths = jnp.float32(1.0 / c), jnp.float32(1.0 / c_noise)
+  return Stream(x, values, weight, numbers, mean, far, *strengths, size, mesh)
+
+
+def sample(
+  x: Any, labels: targets.Targets, weight: np.ndarray, seed: int
+) -> tuple[np.ndarray, targets.Targets, np.ndarray]:
+  """A random tenth of the rows of positive weight, or as many as `HELD_BYTES` hold."""
+  numbers = np.flatnonzero(weight > 0)
+  count = min(len(numbers), max(len(numbers) // 10, 1), HELD_BYTES // (4 * x.shape[1]))
+  numbers = np.sort(np.random.default_rng(seed).choice(numbers, count, replace=False))
+  parts = [inputs.widened(np.asarray(x[part])) for part in inputs.parts(numbers, x)]
+  return np.concatenate(parts), labels[numbers], weight[numbers]
+
+
+class _Spilled:
+  """Rotations of draws, chunk by chunk."""
+
+  def __init__(self):
+    self.file = tempfile.TemporaryFile()
+    self.shapes = ()
+
+  def write(self, draws: Draws) -> bool:
+    """Appends those of a chunk; False if there are none."""
+    if draws.rotation is None:
+      return False
+    self.shapes = tuple(x.shape for x in draws.rotation)
+    for x in draws.rotation:
+      np.asarray(x).tofile(self.file)
+    return True
+
+  def of(self, number: int, chunk: objective.Blocks) -> objective.Blocks:
+    """The chunk of a number with its draws."""
+    sizes = [int(np.prod(x)) for x in self.shapes]
+    self.file.seek(4 * number * sum(sizes))
+    rotation = tuple(
+      jnp.asarray(np.fromfile(self.file, np.float32, size).reshape(shape))
+      for size, shape in zip(sizes, self.shapes, strict=True)
+    )
+    keys = jnp.broadcast_to(shared_key(jax.random.key(0)), (len(chunk.weight), 1))
+    return dataclasses.replace(chunk, draws=Draws(keys, rotation))
