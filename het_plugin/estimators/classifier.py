@@ -84,7 +84,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
         '') for a missing one; or probabilities [N, K]. See `target`. None takes those of the file.
       sample_weight: [N], at least 0; None is 1 for each.
       start: a `DetClassifier` that has been fitted to the same rows and weights with the same C,
-        tau, hidden layers and solver. The noise starts at its optimum, which is otherwise computed
+        tau and hidden layers. The noise starts at its optimum, which is otherwise computed
         first.
 
     Returns:

@@ -156,8 +156,8 @@ class _Data:
     if gap - done.gap > max(settings.tol, _SEEN_GAP):
       warnings.warn(
         f'{len(self.far.alone)} of the {len(self.x)} rows of X are more than {inputs.FAR:g} times '
-        f'as far from the centre as most: the objective of {model.head} may be up to {gap:.1g} nats above '
-        'its optimum, which is what these rows cost; float32 does not tell more',
+        f'as far from the centre as most: the objective of {model.head} may be up to {gap:.1g} '
+        'nats above its optimum, which is what these rows cost; float32 does not tell more',
         ConvergenceWarning,
         stacklevel=4,
       )

@@ -232,8 +232,8 @@ def _is_alone(rows: np.ndarray, size: np.ndarray, where: Spread, limit: float) -
     i = int(np.argmax(is_wrong))
     message = (
       f'X has {rows[i, column[i]]:g} in {count[i]} rows of feature {column[i]}, {size[i]:.0e} '
-      'times as far from most rows as they are from each other, which float32 cannot fit: if it stands '
-      'for missing values, take a number near the others'
+      'times as far from most rows as they are from each other, which float32 cannot fit: if it '
+      'stands for missing values, take a number near the others'
     )
     if size[i] > _LARGEST:
       raise ValueError(message)

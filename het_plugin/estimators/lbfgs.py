@@ -55,23 +55,23 @@ def _at(model, theta, direction, step, whitening):
   return theta, model.multiplied(unwhiten(model, theta, whitening))
 
 
-def _gathered(model, theta, direction, totals, rows, whitening):
-  """Objective, gradient, slope and largest entry at theta, from the sums over all rows.
-
-  Of the rows only what the penalty needs is read.
-  """
+def _gathered(model, theta, direction, totals, scales, whitening):
+  """Objective, gradient, slope and largest entry at theta, from the sums over all rows."""
+  weight, strength, noise_strength = scales
 
   def of_theta(theta):
     params = unwhiten(model, theta, whitening)
-    return model.multiplied(params), objective.penalty(model, params, rows)
+    of_location, of_noise = model.penalty(params)
+    penalty = 0.5 * (strength * of_location + noise_strength * of_noise)
+    return model.multiplied(params), penalty
 
   total, of_params = totals
   (_, penalty), pull = jax.vjp(of_theta, theta)
   (gradient,) = pull((of_params, jnp.ones_like(penalty)))
-  gradient = jax.tree.map(lambda x: x / rows.total, gradient)
+  gradient = jax.tree.map(lambda x: x / weight, gradient)
   largest = jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(gradient)]).max()
   slope = optax.tree.vdot(gradient, direction)
-  return (total + penalty) / rows.total, gradient, slope, largest
+  return (total + penalty) / weight, gradient, slope, largest
 
 
 @functools.partial(compilation.jit, static_argnums=0)
@@ -79,7 +79,7 @@ def _evaluate(model, theta, direction, step, rows, whitening):
   """theta + step * direction, and there the objective, its gradient, slope and largest entry."""
   theta, params = _at(model, theta, direction, step, whitening)
   totals = objective.add(model, params, objective.nothing(params), rows)
-  return theta, *_gathered(model, theta, direction, totals, rows, whitening)
+  return theta, *_gathered(model, theta, direction, totals, rows.scales, whitening)
 
 
 _at_once = compilation.jit(_at, static_argnums=0)
@@ -94,7 +94,7 @@ def _evaluate_stream(model, theta, direction, step, rows, whitening):
   for chunk in rows.chunks():
     jax.block_until_ready(totals)  # no more than two chunks are in memory
     totals = _add(model, params, totals, chunk)
-  return theta, *_gather(model, theta, direction, totals, rows.constants, whitening)
+  return theta, *_gather(model, theta, direction, totals, rows.scales, whitening)
 
 
 def _as_vector(tree):

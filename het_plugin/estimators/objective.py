@@ -43,6 +43,11 @@ class Blocks:
   draws: Draws | None = None
 
   @property
+  def scales(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the objective needs besides the rows: total, strength and noise_strength."""
+    return self.total, self.strength, self.noise_strength
+
+  @property
   def width(self) -> int:
     """D."""
     return self.x.shape[-1]
@@ -176,9 +181,3 @@ def add(model: Model, params: dict, totals: Any, rows: Blocks) -> Any:
 def nothing(params: dict) -> Any:
   """The totals of no row."""
   return jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-
-
-def penalty(model: Model, params: dict, rows: Any) -> jax.Array:
-  """What the objective adds to the sum over rows."""
-  of_location, of_noise = model.penalty(params)
-  return 0.5 * (rows.strength * of_location + rows.noise_strength * of_noise)

@@ -6,12 +6,12 @@ and cannot be caught in a local optimum of the location.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from het_plugin import heads
-from het_plugin.estimators import lbfgs, objective
+from het_plugin.estimators import lbfgs
 from het_plugin.estimators.directions import noise_directions
 from het_plugin.estimators.model import Model
 
@@ -35,7 +35,7 @@ def fit(
   model: Model,
   num_features: int,
   class_shares: np.ndarray,
-  sample: Callable[[], objective.Blocks],
+  sample: Callable[[], Any],
   seed: int,
   det_fit: lbfgs.FitResult | None,
   grow: Callable[[Model, dict], lbfgs.FitResult] | None = None,
@@ -71,7 +71,7 @@ def fit(
   return dataclasses.replace(noisy, num_iterations=num_iterations)
 
 
-def noisy_start(model: Model, det: dict, rows: objective.Blocks, seed: int) -> dict:
+def noisy_start(model: Model, det: dict, rows: Any, seed: int) -> dict:
   """Parameters where the search of a head with noise starts, from those of DET at its optimum and
   rows of the fit, or a sample of them.
   """

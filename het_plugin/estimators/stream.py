@@ -81,9 +81,9 @@ class Stream:
     return jnp.float32(weight.sum())
 
   @property
-  def constants(self) -> objective.Blocks:
-    """What the objective needs besides the rows."""
-    return objective.Blocks(None, None, None, self.total, self.strength, self.noise_strength)
+  def scales(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As of `objective.Blocks`."""
+    return self.total, self.strength, self.noise_strength
 
   @functools.cached_property
   def _stamps(self) -> list[tuple[str, int, int]]:
@@ -147,8 +147,10 @@ class Stream:
       return self
     spilled = _Spilled()
     for chunk in dataclasses.replace(self, spilled=None).chunks():
-      if not spilled.write(chunk.drawn(model, params).draws):
+      draws = chunk.drawn(model, params).draws
+      if draws is None or draws.rotation is None:
         return self  # the same draws for all rows
+      spilled.write(draws.rotation)
     return dataclasses.replace(self, spilled=spilled)
 
   def stages(self, model: Model) -> Iterator[tuple[Any, float]]:
@@ -207,22 +209,19 @@ class _Spilled:
     self.file = tempfile.TemporaryFile()
     self.shapes = ()
 
-  def write(self, draws: Draws) -> bool:
-    """Appends those of a chunk; False if there are none."""
-    if draws.rotation is None:
-      return False
-    self.shapes = tuple(x.shape for x in draws.rotation)
-    for x in draws.rotation:
+  def write(self, rotation: tuple[jax.Array, jax.Array]) -> None:
+    """Appends those of a chunk."""
+    self.shapes = tuple(x.shape for x in rotation)
+    for x in rotation:
       np.asarray(x).tofile(self.file)
-    return True
 
   def of(self, number: int, chunk: objective.Blocks) -> objective.Blocks:
     """The chunk of a number with its draws."""
     sizes = [int(np.prod(x)) for x in self.shapes]
     self.file.seek(4 * number * sum(sizes))
-    rotation = tuple(
+    left, right = (
       jnp.asarray(np.fromfile(self.file, np.float32, size).reshape(shape))
       for size, shape in zip(sizes, self.shapes, strict=True)
     )
     keys = jnp.broadcast_to(shared_key(jax.random.key(0)), (len(chunk.weight), 1))
-    return dataclasses.replace(chunk, draws=Draws(keys, rotation))
+    return dataclasses.replace(chunk, draws=Draws(keys, (left, right)))
