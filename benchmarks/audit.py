@@ -29,8 +29,8 @@ are enough for --data linear --kinds next --shares 0.3 --seeds 2 --rows 300 --he
 
     python -m benchmarks.audit --stream --rows 1000000
 
-instead audits features of 32 columns that stay on disk, with labels of 20 classes, by one epoch of
-DET for each fold: of a tenth of the rows, then of all. It writes all files of the command, and
+instead audits features of 32 columns that stay on disk, with labels of 20 classes, by one iteration
+of DET for each fold: of a tenth of the rows, then of all. It writes all files of the command, and
 prints the CPU seconds and the peak memory of the process, without mapped files.
 """
 
@@ -203,7 +203,7 @@ def stream(args):
   rng = np.random.default_rng(0)
   found = []
   kernel = rng.normal(size=(32, 20)).astype(np.float32)
-  settings = probe.Settings(['det'], solver='adam', max_iter=1, progress=False)
+  settings = probe.Settings(['det'], solver='streamed', max_iter=1, progress=False)
   for num_rows in (args.rows // 10, args.rows):
     with tempfile.TemporaryDirectory() as name:
       folder = pathlib.Path(name)

@@ -225,7 +225,8 @@ def minimise(
     gap: nats.
     stops: whether the search is to be stopped.
   """
-  rounding = -1.0 if model.head == 'det' else GAP_SHARE * tol
+  is_det = model.head == 'det'
+  close = gap if is_det else max(gap, GAP_SHARE * tol)
   evaluate_at = _evaluate if isinstance(rows, objective.Blocks) else _evaluate_stream
   num_iterations = 0
   stage = FIRST_STAGE
@@ -272,7 +273,7 @@ def minimise(
         num_iterations += 1
         values.append(float(value))
         left = gap_of(values, -float(slope) / 2)
-        is_close = left <= gap or (num_iterations >= FIRST_STAGE and left <= rounding)
+        is_close = left <= close and (is_det or num_iterations >= FIRST_STAGE)
         bar.update(1, f'objective {value:.6f}, gradient {largest:.1e}')
       params = unwhiten(model, theta, whitening)
       if num_iterations >= max_iter or is_stopped:

@@ -367,7 +367,7 @@ def main():
   parser.add_argument('--rows_per_class', type=int, default=1000, help='of glyphs')
   parser.add_argument('--max_rows', type=int, default=8000, help='of a split, for the heads')
   parser.add_argument('--dim', type=int, default=192, help='D of glyphs and omniglot')
-  parser.add_argument('--solver', choices=['lbfgs', 'adam'], default='lbfgs')
+  parser.add_argument('--solver', choices=['lbfgs', 'streamed'], default='lbfgs')
   parser.add_argument('--folds', type=int, default=4)
   parser.add_argument('--fits', type=int, help='of a head: the first folds; all by default')
   parser.add_argument('--samples', type=int, default=16, help='S')
