@@ -35,6 +35,7 @@ _STEP = 'step'
 _CHECKSUMS = 'checksums'
 _DIGEST = 'digest'
 _NAME = rf'{PREFIX}_\d+'
+_COMMIT = 'commit_success.txt'
 
 
 class Unreadable(ValueError):  # noqa: N818 (it describes a checkpoint)
@@ -61,7 +62,35 @@ def steps(model_dir: epath.PathLike) -> list[int]:
     return []
   # orbax also counts checkpoints that were set aside under another prefix.
   found = ocp.utils.checkpoint_steps(directory)
-  return [step for step in found if (directory / f'{PREFIX}_{step}').exists()]
+  committed = [step for step in found if (directory / f'{PREFIX}_{step}').exists()]
+  return committed + [
+    step for step in _uncommitted(directory, committed) if _is_whole(directory, step)
+  ]
+
+
+def commit(model_dir: epath.PathLike) -> None:
+  """Lets orbax know of complete checkpoints that it takes for unfinished; for one process.
+
+  In an object store it asks for a file that ends a save. Other versions, and other tools that copy
+  a checkpoint there, do not write it.
+  """
+  directory = epath.Path(model_dir).absolute()
+  committed = ocp.utils.checkpoint_steps(directory) if directory.exists() else []
+  for step in set(steps(directory)) - set(committed):
+    _log.warning('%s/%s_%d is complete, but had no %s.', directory, PREFIX, step, _COMMIT)
+    (directory / f'{PREFIX}_{step}' / _COMMIT).write_text('')
+
+
+def _uncommitted(directory: epath.Path, committed: Collection[int]) -> list[int]:
+  names = (folder.name for folder in directory.iterdir() if re.fullmatch(_NAME, folder.name))
+  return sorted({step_of(name) for name in names} - {*committed})
+
+
+def _is_whole(directory: epath.Path, step: int) -> bool:
+  """Whether a checkpoint has its record, and the file of its arrays that is written last."""
+  checkpoint = directory / f'{PREFIX}_{step}'
+  read, _ = attempt(functools.partial(read_json, checkpoint))
+  return read is not None and (checkpoint / 'state' / 'manifest.ocdbt').exists()
 
 
 def step_of(checkpoint: epath.PathLike) -> int:
@@ -82,6 +111,9 @@ def find(path: epath.PathLike) -> epath.Path:
   if not (found := steps(path)):
     runs = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and steps(folder))
     choice = f', but runs: choose from {", ".join(runs)}' if runs else ''
+    if unfinished := _uncommitted(path, ()):
+      name = f'{PREFIX}_{unfinished[-1]}'
+      choice = f': {name} has no {_COMMIT}, so its save or copy is unfinished; name it to read it'
     raise ValueError(f'{path} holds no checkpoint{choice}')
   return path / f'{PREFIX}_{max(found)}'
 

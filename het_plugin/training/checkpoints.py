@@ -184,6 +184,7 @@ class Checkpointer:
     """Opens the directory; creates it if it is missing."""
     self._save_cfg = save_cfg
     self._directory = epath.Path(model_dir).absolute()
+    processes.in_the_first(functools.partial(checkpoint_reader.commit, self._directory))
     barrier = _Barrier() if jax.process_count() > 1 else None
     self._manager = _Manager(
       self._directory,

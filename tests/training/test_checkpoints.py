@@ -4,10 +4,12 @@ import functools
 import json
 import os
 import shutil
+import types
 
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint._src.path import atomicity_defaults
 
 from het_plugin import weights
 from het_plugin.training import (
@@ -246,6 +248,26 @@ def test_an_unfinished_save_is_no_checkpoint(tmp_path):
   save(tmp_path, 1)
   (tmp_path / 'checkpoint_2.orbax-checkpoint-tmp-7' / 'state').mkdir(parents=True)
   assert int(restore(tmp_path, make_state()).train_state.step) == 1
+
+
+def test_a_copy_in_an_object_store_is_read_without_the_file_that_ends_a_save(
+  tmp_path, monkeypatch, caplog
+):
+  save(tmp_path, 3, 4, 7)
+  for file in tmp_path.rglob('commit_success.txt'):
+    file.unlink()
+  (tmp_path / 'checkpoint_7' / 'state' / 'manifest.ocdbt').unlink()  # which is written last
+  object_store = types.SimpleNamespace(is_gcs_path=lambda path: True)
+  monkeypatch.setattr(atomicity_defaults, 'gcs_utils', object_store)
+  assert sorted(checkpoint_reader.steps(tmp_path)) == [3, 4]
+  assert checkpoint_reader.find(tmp_path).name == 'checkpoint_4'
+  shutil.copytree(tmp_path / 'checkpoint_7', tmp_path / 'other' / 'checkpoint_7')
+  with pytest.raises(ValueError, match='no checkpoint: checkpoint_7 has no commit_success.txt'):
+    checkpoint_reader.find(tmp_path / 'other')
+  assert int(restore(tmp_path, make_state()).train_state.step) == 4
+  assert 'checkpoint_4 is complete, but had no commit_success.txt' in caplog.text
+  save(tmp_path, 9)
+  assert sorted(checkpoint_reader.steps(tmp_path)) == [3, 4, 9]
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_not_read(tmp_path):
