@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.linen.partitioning import scan_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
@@ -69,6 +70,7 @@ class BlockSettings:
   causal: bool = False
   adapter_dim: int | None = None
   sub_norm: str | None = None
+  relative_grid: tuple[int, int] | None = None  # of `ViT.position='relative'`
 
   @classmethod
   def of(cls, module: nn.Module) -> 'BlockSettings':
@@ -126,7 +128,13 @@ class Attention(nn.Module):
     k = project('key', x)
     v = project('value', x)
     mask = None if is_token is None else is_token[:, None, None, :]  # [B, 1, 1, N]
-    y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=s.causal)
+    bias = None
+    if s.relative_grid is not None:
+      places = relative_places(s.relative_grid)  # [N, N]
+      shape = places.max() + 1, s.num_heads
+      table = param('relative_position', nn.initializers.zeros, shape, (None, None))
+      bias = table[places].transpose(2, 0, 1)[None].astype(q.dtype)  # [1, heads, N, N]
+    y = jax.nn.dot_product_attention(q, k, v, bias, mask, is_causal=s.causal)
     y = y.reshape(*y.shape[:2], -1)
     if s.sub_norm == 'both':
       y = s.normalisation('sub_norm', axis='joined_kv')(y)
@@ -251,6 +259,21 @@ def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
   return (x * cosine[:, None] + turned * sine[:, None]).astype(x.dtype)
 
 
+def relative_places(grid: tuple[int, int]) -> np.ndarray:
+  """Rows of the table of relative positions, int [N, N], from a class token and patches to each.
+
+  There is a row for each difference of two places, and after them one from the class token, one to
+  it, and one to itself (BEiT, Bao et al. 2021, https://arxiv.org/abs/2106.08254).
+  """
+  rows, columns = (2 * n - 1 for n in grid)
+  place = np.mgrid[: grid[0], : grid[1]].reshape(2, -1)  # [2, N - 1]
+  row, column = place[:, :, None] - place[:, None] + np.reshape(grid, (2, 1, 1)) - 1
+  places = np.pad(row * columns + column, ((1, 0), (1, 0)), constant_values=rows * columns)
+  places[1:, 0] += 1
+  places[0, 0] += 2
+  return places
+
+
 def learned_position(num_tokens: int, width: int) -> jax.Array:
   """Learned position embeddings [N, D], parameters of the compact module that calls this."""
   init = nn.initializers.normal(0.02)
@@ -300,13 +323,14 @@ def run_blocks(
   is_token: jax.Array | None = None,
   rotation: tuple[jax.Array, jax.Array] | None = None,
   moe: Moe | None = None,
+  settings: BlockSettings | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Runs the encoder blocks of the compact module that calls this, with its settings.
 
-  x is [B, N, D]; `is_token` and `rotation` are as for `Attention`, the settings as for `ViT`.
-  Returns the last output [B, N, D] and the outputs of all blocks: 'block00', 'block01', ...
+  x is [B, N, D]; `is_token` and `rotation` are as for `Attention`, the settings as for `ViT`, or
+  `settings`. Returns the last output [B, N, D] and the outputs of all blocks: 'block00', ...
   """
-  settings = BlockSettings.of(module)
+  settings = settings or BlockSettings.of(module)
   depth = module.depth
   remat = module.remat
   names = [f'block{layer:02d}' for layer in range(depth)]

@@ -149,7 +149,8 @@ class ViT(nn.Module):
       faster. Their parameters are stacked [blocks, ...] under 'blocks' instead of 'block00', ...
       (`weights.transfer.restacked`, `unstacked`).
     position: position embeddings: 'learned', 'sincos2d' (fixed; `sincos_2d`), 'rope' (queries and
-      keys are rotated in every block; `rotary_2d`), or 'learned_and_rope'.
+      keys are rotated in every block; `rotary_2d`), 'learned_and_rope', or 'relative', a learned
+      bias of the attention for each difference of two places (`transformer.relative_places`).
     rope_theta: base of the frequencies of 'rope'.
     rope_grid: side of the grid whose rows and columns 'rope' counts; None for turns in [-1, 1].
     rope_offset: number of the first row and column of `rope_grid`.
@@ -172,6 +173,9 @@ class ViT(nn.Module):
     moe: `SparseMoe` or `SoftMoe`, experts in place of the MLP of some blocks; None for none.
     sub_norm: normalises the hidden layer of each MLP ('mlp'), or also the result of the attention
       before its output layer ('both'), as EVA-02 does; None for neither.
+    patch_norm: normalises the embedded patches, before they get positions, as AIMv2 does.
+    last_norm: whether there is a normalisation after the last block.
+    projection_bias: a bias of the projection.
     pool_heads: attention heads of the pooling 'map'; None for num_heads.
     adapter_dim: hidden width of a residual adapter after each block, to be trained over a frozen
       backbone (`transformer.Adapter`); None for no adapters.
@@ -191,7 +195,7 @@ class ViT(nn.Module):
   dtype: DTypeLike = jnp.float32
   remat: Remat = 'none'
   scan_layers: bool = False
-  position: Literal['learned', 'sincos2d', 'rope', 'learned_and_rope'] = 'learned'
+  position: Literal['learned', 'sincos2d', 'rope', 'learned_and_rope', 'relative'] = 'learned'
   num_registers: Annotated[int, '[0, inf)'] = 0
   mlp: Activation = 'gelu'
   norm: Literal['layer_norm', 'rms_norm'] = 'layer_norm'
@@ -214,6 +218,9 @@ class ViT(nn.Module):
   rope_offset: float = 0.0
   sub_norm: Literal['mlp', 'both'] | None = None
   pool_heads: Count | None = None
+  patch_norm: bool = False
+  last_norm: bool = True
+  projection_bias: bool = False
 
   def __post_init__(self):
     check_encoder(self)
@@ -223,7 +230,7 @@ class ViT(nn.Module):
         f'ViT.position={self.position!r} needs a width (and with rope, a width per head) that is a '
         f'multiple of 4: ViT.width={self.width}, num_heads={self.num_heads}'
       )
-    if self.stored_grid is not None and self.position in ('rope', 'sincos2d'):
+    if self.stored_grid is not None and 'learned' not in self.position:
       raise ValueError(
         f"ViT.stored_grid={self.stored_grid} needs position='learned', not {self.position!r}"
       )
@@ -232,6 +239,8 @@ class ViT(nn.Module):
         f"ViT.pool_heads={self.pool_heads} needs pooling='map' and must divide "
         f'ViT.width={self.width}'
       )
+    if self.position == 'relative' and (self.num_registers or not self.has_class_token):
+      raise ValueError("ViT.position='relative' needs a class token and no registers")
     if self.class_token is False and self.pooling in _WITH_TOKEN:
       raise ValueError(f'ViT.class_token=False, but ViT.pooling={self.pooling!r} reads the token')
     if self.pooling == 'distilled' and not self.num_registers:
@@ -280,6 +289,10 @@ class ViT(nn.Module):
       self.patch_size, self.width, self.dtype, self.stored_patch_size, name='embedding'
     )(image)
     intermediates = {'patches': x}
+    if self.patch_norm:
+      x = settings.normalisation('patch_norm')(x)
+    if self.position == 'relative':
+      settings = dataclasses.replace(settings, relative_grid=grid)
     x = prepare_tokens(
       x,
       self.has_class_token,
@@ -290,10 +303,12 @@ class ViT(nn.Module):
     )
     if self.pre_norm:
       x = settings.normalisation('pre_norm')(x)
-    x, outputs = run_blocks(self, x, not train, rotation=rotation, moe=self.moe)
+    x, outputs = run_blocks(self, x, not train, rotation=rotation, moe=self.moe, settings=settings)
     intermediates |= outputs
 
-    normalise = settings.normalisation('encoder_norm', dtype=jnp.float32)
+    normalise = lambda x: x.astype(jnp.float32)  # noqa: E731
+    if self.last_norm:
+      normalise = settings.normalisation('encoder_norm', dtype=jnp.float32)
     x = x.astype(jnp.float32) if self.norm_pooled else normalise(x)
     intermediates['encoder_norm'] = x
     if self.pooling == 'token':
@@ -308,12 +323,14 @@ class ViT(nn.Module):
       phi = x[:, :2].mean(axis=1)
     else:
       heads = self.pool_heads or self.num_heads
-      plain = dataclasses.replace(settings, qk_norm=False, sub_norm=None, num_heads=heads)
+      plain = {'qk_norm': False, 'sub_norm': None, 'relative_grid': None, 'num_heads': heads}
+      plain = dataclasses.replace(settings, **plain)
       phi = AttentionPooling(plain, name='pooling')(x.astype(self.dtype)).astype(jnp.float32)
     if self.norm_pooled:
       phi = normalise(phi)
     if self.projection_size is not None:
-      phi = Dense(self.projection_size, ('embed', 'kv'), use_bias=False, name='projection')(phi)
+      has_bias = self.projection_bias
+      phi = Dense(self.projection_size, ('embed', 'kv'), use_bias=has_bias, name='projection')(phi)
     if self.representation_size is not None:
       # 'kv', because t5x's rules replicate it: every class shard of the head needs all of phi.
       phi = jnp.tanh(Dense(self.representation_size, ('embed', 'kv'), name='representation')(phi))
@@ -323,9 +340,9 @@ class ViT(nn.Module):
   def _position(
     self, grid: tuple[int, int], num_tokens: int, width: int
   ) -> jax.Array | np.ndarray | None:
-    """Position embeddings [N, D] of class token and patches; None with rope."""
+    """Position embeddings [N, D] of class token and patches; None where there are none."""
     num_prefix = num_tokens - math.prod(grid)  # 1 with a class token
-    if self.position == 'rope':
+    if self.position in ('rope', 'relative'):
       return None
     if self.position == 'sincos2d':
       return np.pad(sincos_2d(grid, width), ((num_prefix, 0), (0, 0)))

@@ -30,7 +30,7 @@ _HALF = ((0.5,) * 3, (0.5,) * 3)
 _SIXTEEN_HEADS = {'image': (1152, 1280, 1408, 1664, 1792), 'SigLIP': (1152, 1536), 'text': (1152,)}
 
 _PREFIX = re.compile(
-  r'^(?:(?:model|vit|deit|resnet|dinov2|dinov2_with_registers|dinov3|convnext|convnextv2|vision_model|visual|'
+  r'^(?:(?:model|vit|deit|beit|data2vec_vision|resnet|dinov2|dinov2_with_registers|dinov3|convnext|convnextv2|vision_model|visual|'
   r'trunk|module|backbone|_orig_mod|teacher|student|image_encoder|vision_tower|base_model)\.)+'
 )
 _STRIPPED = (
@@ -50,6 +50,11 @@ _STAGE_BLOCK = re.compile(r'(?:encoder\.)?stages\.(\d+)\.(?:blocks|layers)\.(\d+
 _STAGE_START = re.compile(r'(?:encoder\.)?stages\.(\d+)\.downsampl(?:e|ing_layer)\.([01])')
 
 _OPENAI_VOCABULARY = 49_408  # whose last id is the end
+# What vision_cfg may have: the rest is read, or told by shapes.
+_OPEN_CLIP_IMAGE = re.compile(
+  r'image_size|layers|width|head_width|mlp_ratio|patch_size|patch_dropout|no_ln_pre|'
+  r'pos_embed_type|final_ln_after_pool|pool_type|output_tokens'
+)
 # config.json's names and ours.
 _ACTIVATIONS = {
   'gelu': 'gelu_exact',
@@ -89,7 +94,7 @@ _TIMM_OF_SHAPES = re.compile(
   r'swiglu_mlp|swiglu_align_to|weight_init|fix_init|head_init_scale|dynamic_img_size|'
   r'dynamic_img_pad|strict_img_size|use_abs_pos_emb|use_rot_pos_emb|\w*_rate|'
   r'rope_(?:shift|jitter|rescale)_coords|scale_mlp|scale_attn_inner|attn_type|'
-  r'attn_pool_mlp_ratio|use_post_transformer_norm)'
+  r'attn_pool_mlp_ratio|use_post_transformer_norm|use_(?:shared_)?rel_pos_bias)'
 )
 _TIMM_READ = (
   'num_heads',
@@ -103,17 +108,15 @@ _TIMM_READ = (
   'rope_temperature',
 )
 # Settings of transformers with the one value that the towers here have.
-_FIXED = {
-  'pooler_act': 'tanh',
-  'apply_layernorm': True,
-  'attention_bias': True,
-  'proj_bias': True,
-  'mlp_bias': True,
-}
+_FIXED = {'pooler_act': 'tanh', 'apply_layernorm': True, 'use_qk_norm': False}
+
+# Of a last normalisation after the pooling, and of towers that may have none.
+_POOLED_NORM = r'fc_norm\.weight|pooler\.layernorm\.weight'
+_SCALED_BEIT = r'lambda_1|\.ls1(?: |$)'
 
 # Arrays of a tower that are not used.
 _SKIPPED = re.compile(
-  r'(?:.*\.)?(?:mask_token|position_ids|logit_scale|logit_bias|rope\w*\..*|'
+  r'(?:.*\.)?(?:mask_token|position_ids|relative_position_index|logit_scale|logit_bias|rope\w*\..*|'
   r'(?:head_dist|distillation_classifier)\.(?:weight|bias))'
 )
 
@@ -129,14 +132,21 @@ _OUTER = _table("""
 class_token            cls_token embeddings.cls_token class_embedding embeddings.class_embedding
 position_embedding     pos_embed positional_embedding
 position_embedding     embeddings.position_embeddings embeddings.position_embedding
+position_embedding     preprocessor.pos_embed
+relative_position      rel_pos_bias.relative_position_bias_table
+relative_position      shared_position_bias.relative_position_bias_table
+relative_position      encoder.relative_position_bias.relative_position_bias_table
 registers              reg_token embeddings.register_tokens
 distillation           dist_token embeddings.distillation_token
 embedding              patch_embed.proj conv1 embeddings.patch_embeddings.projection
 embedding              embeddings.patch_embedding embeddings.patch_embeddings
+embedding              embeddings.patch_embed preprocessor.patchifier.proj
+patch_norm             patch_embed.norm embeddings.rms_norm preprocessor.patchifier.norm
 pre_norm               norm_pre ln_pre pre_layrnorm
-encoder_norm           norm layernorm ln_post post_layernorm fc_norm
+encoder_norm           norm layernorm ln_post post_layernorm fc_norm rms_norm post_trunk_norm
+encoder_norm           pooler.layernorm
 representation         pooler.dense
-projection             visual_projection proj
+projection             visual_projection proj head.proj
 pooling/probe          head.probe attn_pool.latent
 pooling/attention/qkv  head.attention.in_proj_weight head.attention.in_proj_bias
 pooling/attention/query  attn_pool.q
@@ -148,7 +158,7 @@ pooling/mlp/wo         head.mlp.fc2 attn_pool.mlp.fc2
 head                   head classifier cls_classifier
 """)
 _INNER = _table("""
-attention_norm        norm1 layernorm_before layer_norm1 ln_1
+attention_norm        norm1 layernorm_before layer_norm1 ln_1 rms_norm1 norm_1
 attention/qkv         attn.qkv attn.in_proj_weight attn.in_proj_bias
 attention/query       attention.attention.query self_attn.q_proj attention.q_proj
 attention/query       attn.q_proj attn.q_bias
@@ -156,18 +166,22 @@ attention/key         attention.attention.key self_attn.k_proj attention.k_proj 
 attention/value       attention.attention.value self_attn.v_proj attention.v_proj
 attention/value       attn.v_proj attn.v_bias
 attention/out         attention.output.dense self_attn.out_proj attention.o_proj
-attention/out         attn.proj attn.out_proj
+attention/out         attn.proj attn.out_proj attention.out_proj attention.projection_layer
 attention/query_norm  attn.q_norm
 attention/key_norm    attn.k_norm
 attention/sub_norm    attn.norm
+attention/relative_position  attn.relative_position_bias_table
+attention/relative_position  relative_position_bias.relative_position_bias_table
+attention/relative_position  attention.attention.relative_position_bias.relative_position_bias_table
 mlp/sub_norm          mlp.norm
-attention_scale       ls1.gamma layer_scale1.lambda1 gamma_1
-mlp_norm              norm2 layernorm_after layer_norm2 ln_2
+attention_scale       ls1.gamma layer_scale1.lambda1 gamma_1 lambda_1 ls1
+mlp_norm              norm2 layernorm_after layer_norm2 ln_2 rms_norm2 norm_2
 mlp/wi                mlp.fc1 mlp.c_fc mlp.up_proj intermediate.dense mlp.fc1_x
-mlp/wi_gate           mlp.gate_proj mlp.fc1_g
+mlp/wi                ffn.up_proj mlp.fc3
+mlp/wi_gate           mlp.gate_proj mlp.fc1_g ffn.gate_proj
 mlp/gate_and_wi       mlp.weights_in
-mlp/wo                mlp.fc2 mlp.c_proj mlp.down_proj mlp.weights_out output.dense
-mlp_scale             ls2.gamma layer_scale2.lambda1 gamma_2
+mlp/wo                mlp.fc2 mlp.c_proj mlp.down_proj mlp.weights_out output.dense ffn.down_proj
+mlp_scale             ls2.gamma layer_scale2.lambda1 gamma_2 lambda_2 ls2
 """)
 _CONVNEXT_OUTER = _table("""
 stem       stem.0 embeddings.patch_embeddings
@@ -248,6 +262,8 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
   """The text tower of CLIP or SigLIP in a file's arrays; arguments as in `read_tower`."""
   tokenizer_end = config.get('tokenizer_end')
   config = config.get('text_config') or {}
+  if 'unread' in config:
+    raise ValueError(config['unread'])
   flat = _Params()
   for name, x in arrays.items():
     if name.startswith(('visual.', 'vision_model.', 'visual_projection')):
@@ -289,9 +305,10 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
 
 def _end_of(config: Mapping[str, Any], tokenizer_end: int | None, vocab_size: int) -> int:
   """The end-of-sequence of a CLIP: of its configuration, its tokenizer, or OpenAI's vocabulary."""
-  # OpenAI's configurations say 2, whatever the vocabulary.
+  # OpenAI's configurations say 2, whatever the vocabulary; in MetaCLIP 2's it is the end.
   stated = config.get('eos_token_id')
-  end = tokenizer_end if stated in (None, 2) else stated
+  is_wrong = stated == 2 and config.get('model_type') != 'metaclip_2_text_model'
+  end = tokenizer_end if stated is None or is_wrong else stated
   if end is None:
     end = min(vocab_size, _OPENAI_VOCABULARY) - 1
   if not 0 <= end < vocab_size:
@@ -460,26 +477,44 @@ def _of_timm(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_open_clip(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """The settings of open_clip under the names of transformers."""
+  """The settings of open_clip under the names of transformers, or of timm for its towers."""
   model = settings['model_cfg']
-  pixels = settings.get('preprocess_cfg', {})
   image = model['vision_cfg']
-  text = model['text_cfg']
-  pooling = image.get('pool_type', 'tok'), text.get('pool_type', 'argmax')
-  form = *pooling, text.get('no_causal_mask', False), text.get('proj_bias', False)
-  if form not in (('tok', 'argmax', False, False), ('tok', 'last', True, True)):
-    raise ValueError(f'its towers pool by {pooling[0]} and {pooling[1]}, unlike CLIP and SigLIP')
+  text = model.get('text_cfg', {})
   activation = 'quick_gelu' if model.get('quick_gelu') else 'gelu'
-  is_plain = 'width' in image  # neither a ResNet nor a model of timm
-  return {
-    'num_attention_heads': image['width'] // image.get('head_width', 64) if is_plain else None,
-    'hidden_act': activation if is_plain else None,
-    **{f'image_{name}': pixels.get(name) for name in ('mean', 'std')},
-    'text_config': {
-      'num_attention_heads': text.get('heads'),
-      'hidden_act': activation if pooling[1] == 'argmax' else None,
-    },
+  read: dict[str, Any] = {}
+  if name := image.get('timm_model_name'):
+    read = {'architecture': name, 'projects': not image.get('timm_proj')}
+    if pool := image.get('timm_pool'):
+      read['model_args'] = {'global_pool': pool}
+  elif 'width' in image:  # not a ResNet
+    for name in image:
+      if image[name] and not _OPEN_CLIP_IMAGE.fullmatch(name):
+        raise ValueError(f'{name}={image[name]!r} in {pixels.OPEN_CLIP} cannot be read')
+    pool = image.get('pool_type', 'tok')
+    if pool not in ('tok', 'avg'):
+      raise ValueError(f"pool_type={pool!r} in {pixels.OPEN_CLIP} must be 'tok' or 'avg'")
+    read = {
+      'num_attention_heads': image['width'] // image.get('head_width', 64),
+      'hidden_act': activation,
+      'layer_norm_eps': 1e-5,
+      'global_pool': {'tok': 'token', 'avg': 'avg'}[pool],
+      'pools_first': bool(image.get('final_ln_after_pool')),
+    }
+  form = (
+    text.get('pool_type', 'argmax'),
+    text.get('no_causal_mask', False),
+    text.get('proj_bias', False),
+  )
+  of_text = {
+    'num_attention_heads': text.get('heads'),
+    'hidden_act': activation if form[0] == 'argmax' else None,
   }
+  if 'hf_model_name' in text or form not in (('argmax', False, False), ('last', True, True)):
+    of_text['unread'] = (
+      f'the text tower pools by {form[0]}, or is one of transformers, unlike CLIP and SigLIP'
+    )
+  return {**read, 'text_config': of_text}
 
 
 def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Tower:
@@ -497,6 +532,8 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     return _read_bit(arrays, config)
   _check_files(arrays)
   names = ' '.join(arrays)
+  if '.mlp.fc3.' in names:  # AIMv2, whose first layer is the gate
+    arrays = {name.replace('.mlp.fc1.', '.mlp.fc1_g.'): x for name, x in arrays.items()}
   if not config and 'pos_embed' in names and re.search(r'attn\.q_(?:bias|proj)', names):
     raise ValueError(
       'the file is of EVA-02 or alike, whose rotary positions no array tells: put its config.json '
@@ -509,7 +546,8 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   is_clip = 'pre_norm/scale' in flat
   is_siglip = 'pooling/probe' in flat
   is_dino = 'block00/attention_scale' in flat
-  is_rotary = 'position_embedding' not in flat
+  is_relative = 'relative_position' in flat or 'block00/attention/relative_position' in flat
+  is_rotary = 'position_embedding' not in flat and not is_relative
 
   defaults = _CLIP if is_clip else _IMAGENET if is_dino or 'distillation' in flat else _HALF
   _normalise_pixels(flat, 'embedding', config, defaults)
@@ -517,7 +555,12 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   pooling, skipped = _pooling(flat, config, names, skipped)
   if 'distillation' in flat:  # DeiT's second token, which has a position
     flat['registers'] = flat.pop('distillation')
+  if config.get('projects') and 'head/kernel' in flat:  # open_clip's, by the classifier of timm
+    flat |= {f'projection/{part}': flat.pop(f'head/{part}') for part in ('kernel', 'bias')}
+  has_biases = 'block00/attention/out/bias' in flat  # AIMv2 has none
   for name in list(flat):
+    if not has_biases and re.fullmatch(r'block\d+/(?:attention/out|mlp/w\w+)/kernel', name):
+      flat[name.replace('kernel', 'bias')] = np.zeros(flat[name].shape[-1])
     if name.endswith('/query/bias'):
       flat.setdefault(name.replace('/query/', '/key/'), np.zeros(width))  # DINOv3 has none for keys
     # timm's SwiGLUPacked: gate and hidden layer in one.
@@ -526,7 +569,10 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
       if flat[name].shape[-1] == 2 * hidden:
         gate, flat[name] = np.split(flat[name], 2, axis=-1)
         flat[name.replace('/wi/', '/wi_gate/')] = gate
-  grid = None if is_rotary else _place_positions(flat)
+  if is_relative:
+    grid = _relative_grid(flat)
+  else:
+    grid = None if is_rotary else _place_positions(flat)
   image_size = grid and grid * patch_size
 
   architecture = config.get('architecture', '')
@@ -542,6 +588,8 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   def width_of(name: str) -> int | None:
     return flat[name].shape[-1] if name in flat else None
 
+  usual_epsilon = 1e-5 if is_clip or is_rotary else 1e-6
+  has_no_norm = 'encoder_norm/scale' not in flat and re.search(_SCALED_BEIT, names)
   sub_norms = {'both': 'attention/sub_norm', 'mlp': 'mlp/sub_norm'}
   settings = {
     'patch_size': patch_size,
@@ -549,16 +597,19 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     **_block_settings(flat, config, 'SigLIP' if is_siglip else 'image', width, activation),
     'pooling': pooling,
     'class_token': True if 'class_token' in flat and pooling in ('gap', 'all', 'map') else None,
-    'norm_pooled': 'fc_norm.weight' in names,
-    'norm': config.get('norm') or 'layer_norm',
-    'norm_epsilon': config.get('layer_norm_eps') or (1e-5 if is_clip or is_rotary else 1e-6),
-    'position': 'rope' if is_rotary else 'learned',
+    'norm_pooled': config.get('pools_first') or bool(re.search(_POOLED_NORM, names)),
+    'norm': 'layer_norm' if 'block00/attention_norm/bias' in flat else 'rms_norm',
+    'norm_epsilon': config.get('layer_norm_eps') or config.get('rms_norm_eps') or usual_epsilon,
+    'position': 'rope' if is_rotary else 'relative' if is_relative else 'learned',
     'rope_theta': config.get('rope_theta') or 100.0,
     'num_registers': len(flat.get('registers', ())),
     'qkv_bias': 'block00/attention/query/bias' in flat,
     'qk_norm': 'block00/attention/query_norm/scale' in flat,
     'layer_scale': 1e-5 if is_dino else None,
     'pre_norm': is_clip,
+    'patch_norm': 'patch_norm/scale' in flat,
+    'last_norm': not has_no_norm,
+    'projection_bias': 'projection/bias' in flat,
     'sub_norm': next((x for x, name in sub_norms.items() if f'block00/{name}/scale' in flat), None),
     'pool_heads': config.get('pool_heads') if pooling == 'map' else None,
     'projection_size': width_of('projection/kernel'),
@@ -650,6 +701,11 @@ def _pooling(
   width = flat['embedding/kernel'].shape[-1]
   inputs = flat['head/kernel'].shape[0] if 'head/kernel' in flat else None
   stated = config.get('global_pool')
+  if (is_mean := config.get('use_mean_pooling')) is not None:  # BEiT and InternViT of transformers
+    # The original InternViT takes the class token.
+    stated = 'avg' if is_mean and 'attn.qkv' not in names else 'token'
+  if config.get('model_type') == 'aimv2_vision_model':
+    stated = 'avg'
   if 'distillation' in flat and ('dist_token' in names or 'distillation_classifier' in names):
     # Each of the two tokens has a classifier: no single one takes their mean.
     return 'distilled', drop('head/')
@@ -672,6 +728,21 @@ def _pooling(
       f"global_pool={pool!r} in config.json must be 'avg', 'map', or with a class token 'token'"
     )
   return 'token', skipped
+
+
+def _relative_grid(flat: dict[str, np.ndarray]) -> int:
+  """The side of the grid of BEiT's tables; gives each block one where all share it."""
+  shared = flat.pop('relative_position', None)
+  blocks = sorted(name.partition('/')[0] for name in flat if name.endswith('/mlp/wo/kernel'))
+  if shared is not None:
+    flat |= {f'{block}/attention/relative_position': shared for block in blocks}
+  if 'position_embedding' in flat:
+    raise ValueError('the file has relative and absolute positions, which cannot be read together')
+  num_differences = len(flat['block00/attention/relative_position']) - 3
+  side = math.isqrt(num_differences)
+  if side**2 != num_differences or not side % 2:
+    raise ValueError(f'the {num_differences} relative positions of the file are of no square grid')
+  return (side + 1) // 2
 
 
 def _place_positions(flat: dict[str, np.ndarray]) -> int:
@@ -890,7 +961,8 @@ def _image_size(config: Mapping[str, Any], of_positions: int | None = None) -> i
   made = (config.get('pixels') or {}).get('size')
   stated = (config.get('image_size'), (config.get('input_size') or [None])[-1])
   sizes = (made, of_positions, *stated, 224)
-  return next(int(size) for size in sizes if size)
+  found = next(size for size in sizes if size)
+  return int(found if isinstance(found, int) else found[0])
 
 
 def _placed(
@@ -972,7 +1044,7 @@ def _converted(ours: str, kind: str, x: np.ndarray, transpose: bool) -> dict[str
     return {ours: x.reshape(-1)}
   if layer in ('position_embedding', 'registers', 'distillation'):
     return {ours: x.reshape(-1, x.shape[-1])}
-  if layer in ('attention_scale', 'mlp_scale', 'layer_scale'):
+  if layer in ('attention_scale', 'mlp_scale', 'layer_scale', 'relative_position'):
     return {ours: x}
   if layer == 'response':
     return {f'{ours}_{"scale" if kind == "weight" else "bias"}': x.reshape(-1)}

@@ -33,6 +33,15 @@ TRANSFORMERS = {
   'SiglipVision': (SIZES, 'pooler_output', towers._HALF),
   'Siglip2Vision': ({**SIZES, 'num_patches': 16}, 'pooler_output', towers._HALF),
   'CLIPVision': ({**SIZES, 'projection_dim': 12}, 'image_embeds', towers._CLIP),
+  'MetaClip2Vision': ({**SIZES, 'projection_dim': 12}, 'image_embeds', towers._CLIP),
+  'Aimv2Vision': ({**SIZES, 'use_head': False}, 'last_hidden_state', towers._HALF),
+  'Beit': ({**SIZES, 'use_relative_position_bias': True}, 'pooler_output', towers._HALF),
+  'Data2VecVision': (
+    {**SIZES, 'use_shared_relative_position_bias': True, 'use_mean_pooling': False},
+    'last_hidden_state',
+    towers._HALF,
+  ),
+  'InternVLVision': (SIZES, 'last_hidden_state', towers._IMAGENET),
 }
 
 
@@ -55,7 +64,8 @@ def test_parity_with_transformers(name):
   transformers = pytest.importorskip('transformers')
   settings, output, (mean, std) = TRANSFORMERS[name]
   config = getattr(transformers, f'{name}Config')(**settings)
-  model = getattr(transformers, f'{name}Model' + 'WithProjection' * (name == 'CLIPVision'))(config)
+  with_projection = 'WithProjection' * name.endswith(('CLIPVision', 'MetaClip2Vision'))
+  model = getattr(transformers, f'{name}Model{with_projection}')(config)
   torch.manual_seed(0)
   with torch.no_grad():
     for p in model.parameters():
@@ -68,7 +78,9 @@ def test_parity_with_transformers(name):
       inputs = {'pixel_values': patches, 'spatial_shapes': torch.tensor([[4, 4]] * 2)}
       inputs['pixel_attention_mask'] = torch.ones(2, 16, dtype=torch.int32)
     expected = model.eval()(**inputs)[output].numpy()
-  if expected.ndim == 3:
+  if expected.ndim == 3 and name in ('Aimv2Vision', 'InternVLVision'):
+    expected = expected[:, -16:].mean(axis=1)  # patches
+  elif expected.ndim == 3:
     expected = expected[:, 0]
   arrays = {key: x.numpy() for key, x in model.state_dict().items()}
   if name == 'DeiT':
@@ -197,14 +209,16 @@ TEXT = {'vocab_size': 99, 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attent
 TEXT |= {'intermediate_size': 48, 'max_position_embeddings': 9, 'projection_size': 32}
 
 
-@pytest.mark.parametrize('name', ['CLIP', 'Siglip'])
+@pytest.mark.parametrize('name', ['CLIP', 'Siglip', 'MetaClip2'])
 def test_text_towers_have_parity_with_transformers(name):
   torch = pytest.importorskip('torch')
   transformers = pytest.importorskip('transformers')
-  ends = {'eos_token_id': 98, 'pad_token_id': 98, 'bos_token_id': 97}
-  special = {'projection_dim': 12} if name == 'CLIP' else {}
+  is_siglip = name == 'Siglip'
+  end = {'CLIP': 98, 'Siglip': 1, 'MetaClip2': 2}[name]
+  ends = {'eos_token_id': end, 'pad_token_id': end, 'bos_token_id': 97}
+  special = {} if is_siglip else {'projection_dim': 12}
   config = getattr(transformers, f'{name}Config')(
-    text_config={**TEXT, **(ends if name == 'CLIP' else {})}, vision_config=SIZES, **special
+    text_config={**TEXT, **({} if is_siglip else ends)}, vision_config=SIZES, **special
   )
   model = getattr(transformers, f'{name}Model')(config).eval()
   torch.manual_seed(0)
@@ -212,8 +226,7 @@ def test_text_towers_have_parity_with_transformers(name):
     for p in model.parameters():
       p.add_(0.2 * torch.randn_like(p))
   # Theirs: start, words, end, and padding with the end. Ours: + 2, end is 1, padding 0.
-  words = [[97, 5, 0, 33], [97, 7]] if name == 'CLIP' else [[5, 0, 33], [7]]
-  end = 98 if name == 'CLIP' else 1
+  words = [[5, 0, 33], [7]] if is_siglip else [[97, 5, 0, 33], [97, 7]]
   theirs = np.asarray([[*row, *[end] * (9 - len(row))] for row in words])
   ours = np.asarray([[*(i + 2 for i in row), 1, *[0] * (8 - len(row))] for row in words])
   with torch.no_grad():
@@ -271,11 +284,22 @@ def test_parity_with_open_clip(model, quick_gelu, text, tmp_path):
 
 
 def test_towers_of_open_clip_that_pool_otherwise_are_refused(tmp_path):
-  text = {'pool_type': 'last', 'no_causal_mask': True}
-  config = {'vision_cfg': {'pool_type': 'avg', 'no_ln_pre': True}, 'text_cfg': text}
+  path = tmp_path / 'open_clip_model.safetensors'
+  for image, sentence in (
+    ({'width': 64, 'pool_type': 'none'}, "pool_type='none' .* must be 'tok' or 'avg'"),
+    ({'width': 64, 'attentional_pool': True}, 'attentional_pool=True .* cannot be read'),
+  ):
+    config = {'vision_cfg': image, 'text_cfg': {}}
+    (tmp_path / 'open_clip_config.json').write_text(json.dumps({'model_cfg': config}))
+    with pytest.raises(ValueError, match=sentence):
+      weights.read_config(path)
+  # An image tower is read whatever the text tower is.
+  config = {'vision_cfg': {'width': 64, 'image_size': 28}, 'text_cfg': {'hf_model_name': 'roberta'}}
   (tmp_path / 'open_clip_config.json').write_text(json.dumps({'model_cfg': config}))
-  with pytest.raises(ValueError, match=' avg and last, '):
-    weights.read_config(tmp_path / 'open_clip_model.safetensors')
+  config = weights.read_config(path)
+  assert config['num_attention_heads'] == 1
+  with pytest.raises(ValueError, match='the text tower .* is one of transformers'):
+    weights.read_text_tower({}, config)
 
 
 def clip_arrays():
@@ -535,6 +559,64 @@ def test_a_tower_starts_a_run_of_another_resolution(ours, caplog):
   assert summary == f'a file: {report.text().partition(chr(10))[0]}' and 'initialised: ' in names
 
 
+def test_relative_positions_of_beit():
+  """Rows of a table for 2 x 3 patches and a class token, and one table for all blocks."""
+  places = transformer.relative_places((2, 3))
+  patches = [(row, column) for row in range(2) for column in range(3)]
+  for i, (row, column) in enumerate(patches, start=1):
+    for j, (other_row, other_column) in enumerate(patches, start=1):
+      assert places[i, j] == (row - other_row + 1) * 5 + column - other_column + 2
+  assert places[0, 0] == 17 and set(places[0, 1:]) == {15} and set(places[1:, 0]) == {16}
+
+
+def test_families_that_differ_from_dinov2_by_their_names(ours):
+  """BEiT's tables, AIMv2's normalisation and MLPs, and InternViT without a last normalisation."""
+  image = ours[2]
+  dino = timm_arrays(ours[1])
+  dino = {x: y for x, y in dino.items() if 'reg_token' not in x and 'head' not in x}
+
+  def read(arrays, **config):
+    tower = weights.read_tower(arrays, {'num_attention_heads': 2, **config})
+    assert np.isfinite(phi_of(tower, image)).all()
+    return tower
+
+  beit = {name: x for name, x in dino.items() if name != 'pos_embed'}
+  table = np.random.default_rng(0).normal(size=(7 * 7 + 3, 2))
+  tower = read(beit | {'rel_pos_bias.relative_position_bias_table': table})
+  assert tower.settings['position'] == 'relative' and tower.image_size == 28
+  for block in ('block00', 'block01'):
+    own = tower.params[f'backbone/{block}/attention/relative_position']
+    np.testing.assert_array_equal(own, np.float32(table))
+  with pytest.raises(ValueError, match='relative and absolute positions'):
+    read(dino | {'rel_pos_bias.relative_position_bias_table': table})
+
+  def aimv2_name(name):
+    for ours_, theirs in (('norm1', 'norm_1'), ('norm2', 'norm_2'), ('mlp.fc2', 'mlp.fc2')):
+      name = name.replace(ours_, theirs)
+    return f'trunk.{name}' if name.startswith('blocks') else name
+
+  aimv2 = {aimv2_name(x): y for x, y in dino.items() if x not in ('norm.weight', 'cls_token')}
+  aimv2 = {x: y for x, y in aimv2.items() if not (x.startswith('trunk') and x.endswith('bias'))}
+  aimv2 |= {'trunk.post_trunk_norm.weight': np.ones(16), 'pos_embed': dino['pos_embed'][:, 1:]}
+  aimv2 = {x: y for x, y in aimv2.items() if x != 'norm.bias'}
+  aimv2['preprocessor.patchifier.norm.weight'] = np.ones(16)
+  for i in range(2):
+    gate, hidden = np.split(aimv2[f'trunk.blocks.{i}.mlp.fc1.weight'], 2)
+    aimv2 |= {f'trunk.blocks.{i}.mlp.fc1.weight': gate, f'trunk.blocks.{i}.mlp.fc3.weight': hidden}
+  tower = read(aimv2)
+  expected = {'norm': 'rms_norm', 'patch_norm': True, 'pooling': 'gap', 'qkv_bias': False}
+  assert {name: tower.settings[name] for name in expected} == expected
+  np.testing.assert_array_equal(tower.params['backbone/block01/mlp/wi_gate/kernel'], gate.T)
+
+  with pytest.raises(ValueError, match='lacks encoder_norm/scale'):
+    read({name: x for name, x in dino.items() if not name.startswith('norm.')})
+  intern = {
+    x.replace('.ls1.gamma', '.ls1').replace('.ls2.gamma', '.ls2'): y for x, y in dino.items()
+  }
+  tower = read({name: x for name, x in intern.items() if not name.startswith('norm.')})
+  assert not tower.settings['last_norm'] and tower.settings['pooling'] == 'token'
+
+
 def test_layers_without_a_place_are_named(ours):
   arrays = timm_arrays(ours[1]) | {'fc_norm.weight': np.ones(16)}
   with pytest.raises(ValueError, match='fc_norm.weight is the second layer .* encoder_norm/scale'):
@@ -574,6 +656,9 @@ def test_layers_without_a_place_are_named(ours):
     ('vit_pe_core_tiny_patch16_384', {}),
     ('vit_pe_core_base_patch16_224', {'embed_dim': 64, 'num_heads': 4}),
     ('vit_base_patch16_rope_reg1_gap_256', {'embed_dim': 64, 'num_heads': 4}),
+    ('aimv2_large_patch14_224', {'img_size': 56, 'embed_dim': 64, 'num_heads': 4}),
+    ('beit_base_patch16_224', {'embed_dim': 64, 'num_heads': 4}),
+    ('beitv2_base_patch16_224', {'embed_dim': 64, 'num_heads': 4}),
     ('resnet18', {'layers': (1, 2, 1, 1)}),
     ('resnet50', {'layers': (1, 2, 1, 1)}),
     ('convnext_xxlarge', {'depths': (1, 1, 1, 1), 'dims': (32, 64, 128, 256)}),
@@ -608,6 +693,58 @@ def test_parity_with_files_that_timm_writes(name, settings, tmp_path):
   if 'head/kernel' in tower.params:
     ours = phi @ tower.params['head/kernel'] + tower.params['head/bias']
     np.testing.assert_allclose(ours, logits, atol=1e-5 * np.abs(logits).max())
+
+
+OPEN_CLIP = {
+  'OpenAI': {'layers': 2, 'width': 64, 'patch_size': 14},
+  'CLIPA': {
+    'layers': 2,
+    'width': 64,
+    'head_width': 32,
+    'patch_size': 14,
+    'no_ln_pre': True,
+    'pool_type': 'avg',
+    'final_ln_after_pool': True,
+  },
+  'PE core': {'timm_model_name': 'vit_pe_core_tiny_patch16_384', 'timm_pool': 'map'},
+  'linear': {'timm_model_name': 'test_vit', 'timm_pool': '', 'timm_proj': 'linear'},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', OPEN_CLIP)
+def test_parity_with_image_towers_of_open_clip(name, tmp_path):
+  torch = pytest.importorskip('torch')
+  open_clip = pytest.importorskip('open_clip')
+  side = {'PE core': 384, 'linear': 160}.get(name, 28)
+  image_settings = {'timm_proj': None, 'image_size': side, **OPEN_CLIP[name]}
+  text = {'context_length': 9, 'vocab_size': 99, 'width': 16, 'heads': 2, 'layers': 1}
+  if name == 'CLIPA':  # its text tower is not read
+    text |= {'pool_type': 'last', 'no_causal_mask': True}
+  settings = {'embed_dim': 12, 'vision_cfg': image_settings, 'text_cfg': text}
+  if 'width' in image_settings:
+    image_settings.pop('timm_proj')
+  torch.manual_seed(0)
+  model = open_clip.CustomTextCLIP(**settings).eval()
+  with torch.no_grad():
+    for p in model.parameters():
+      p.add_(0.1 * torch.randn_like(p))
+    image = np.random.default_rng(0).random((2, side, side, 3)).astype(np.float32)
+    mean, std = towers._CLIP
+    pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
+    expected = model.encode_image(pixels).numpy()
+  described = {'model_cfg': settings, 'preprocess_cfg': {'mean': mean, 'std': std}}
+  (tmp_path / 'open_clip_config.json').write_text(json.dumps(described))
+  arrays = {k: x.numpy() for k, x in model.state_dict().items()}
+  config = weights.read_config(tmp_path / 'open_clip_model.safetensors')
+  tower = weights.read_tower(arrays, config)
+  phi = phi_of(tower, image)
+  np.testing.assert_allclose(phi, expected, atol=1e-5 * np.abs(expected).max())
+  if name == 'CLIPA':
+    with pytest.raises(ValueError, match='text tower pools by last'):
+      weights.read_text_tower(arrays, config)
+  else:
+    assert weights.read_text_tower(arrays, config).length == 9
 
 
 def test_the_table_is_of_the_installed_timm():

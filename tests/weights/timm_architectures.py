@@ -14,7 +14,7 @@ import timm
 import torch
 
 TABLE = pathlib.Path(__file__).parents[2] / 'het_plugin' / 'weights' / 'timm_architectures.json'
-MODULES = ('vision_transformer', 'deit', 'eva', 'convnext', 'resnet', 'resnetv2')
+MODULES = ('vision_transformer', 'deit', 'eva', 'beit', 'convnext', 'resnet', 'resnetv2')
 # Classes of activations, and timm's names of them.
 ACTIVATIONS = {'GELU': 'gelu', 'GELUTanh': 'gelu_tanh', 'QuickGELU': 'quick_gelu', 'SiLU': 'silu'}
 NORMS = {'LayerNorm': 'layer_norm', 'RmsNorm': 'rms_norm'}
