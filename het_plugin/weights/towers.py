@@ -589,7 +589,9 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     return flat[name].shape[-1] if name in flat else None
 
   usual_epsilon = 1e-5 if is_clip or is_rotary else 1e-6
-  has_no_norm = 'encoder_norm/scale' not in flat and re.search(_SCALED_BEIT, names)
+  has_norm = 'encoder_norm/scale' in flat or not re.search(_SCALED_BEIT, names)
+  if has_norm:
+    _ = flat['encoder_norm/scale']  # an error where it lacks
   sub_norms = {'both': 'attention/sub_norm', 'mlp': 'mlp/sub_norm'}
   settings = {
     'patch_size': patch_size,
@@ -608,7 +610,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     'layer_scale': 1e-5 if is_dino else None,
     'pre_norm': is_clip,
     'patch_norm': 'patch_norm/scale' in flat,
-    'last_norm': not has_no_norm,
+    'last_norm': has_norm,
     'projection_bias': 'projection/bias' in flat,
     'sub_norm': next((x for x, name in sub_norms.items() if f'block00/{name}/scale' in flat), None),
     'pool_heads': config.get('pool_heads') if pooling == 'map' else None,
