@@ -1,6 +1,7 @@
 """Rows to fit heads to: of a file, or of a checkpoint that is represented first."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from het_plugin.rows import Rows, label_rows
 from het_plugin.rows import read as read_rows
 
 FileOrArrays = str | tuple[np.ndarray, np.ndarray] | Rows
+_SHARD = re.compile(r'-\d+-of-(\d+)')
 GIN = ('gin_file', 'gin_bindings', 'gin_search_paths')
 
 
@@ -58,11 +60,15 @@ class RowsSettings(Gin):
 def files_of(folder: Path) -> tuple[str, str | None]:
   """The files train and test, or else validation, in a folder, or its only file."""
   files = [*folder.rglob('[!.]*.safetensors'), *folder.rglob('[!.]*.npz')]
-  files = sorted(x for x in files if not x.parent.name.startswith('.'))  # of an unfinished split
+  # Neither those of an unfinished split, nor each of several files that are one split.
+  files = (x for x in files if not x.parent.name.startswith('.'))
+  files = sorted({x.with_name(_SHARD.sub(r'-*-of-\1', x.name)) for x in files})
   if len(files) == 1:
     return str(files[0]), None
   usual = 'train', 'test', 'validation'
-  train, test, validation = ([str(x) for x in files if x.stem == split] for split in usual)
+  train, test, validation = (
+    [str(x) for x in files if x.stem.partition('-*')[0] == split] for split in usual
+  )
   if len(train) == len(test or validation) == 1:
     return train[0], (test or validation)[0]
   raise ValueError(

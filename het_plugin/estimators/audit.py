@@ -70,7 +70,7 @@ def audit(
       each row.
   """
   settings = SETTINGS if settings is None else settings
-  x = features if isinstance(features, np.ndarray) else np.asarray(features)  # keeps a memory map
+  x = features if hasattr(features, 'shape') else np.asarray(features)  # keeps a memory map
   found, failures, _ = in_rounds(x, np.asarray(label), settings, rounds, pred_probs)
   if failures:
     warnings.warn(unfinished(failures, 'max_iter', settings), ConvergenceWarning, stacklevel=2)

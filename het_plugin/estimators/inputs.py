@@ -12,6 +12,7 @@ from het_plugin.estimators import placement
 from het_plugin.estimators.targets import Shares, as_array
 from het_plugin.measures import votes
 from het_plugin.rows import Rows, files
+from het_plugin.rows.shards import Joined
 
 SOLVERS = ('auto', 'lbfgs', 'streamed')
 # Features of more bytes than this in float32 stay on disk under solver='auto'.
@@ -56,7 +57,8 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
 
 def is_mapped(x: Any) -> bool:
   """Whether an array is a file of floating-point rows that is read where it is touched."""
-  is_float = isinstance(x, np.memmap) and (x.dtype.kind == 'f' or x.dtype == ml_dtypes.bfloat16)
+  on_disk = isinstance(x, np.memmap | Joined)
+  is_float = on_disk and (x.dtype.kind == 'f' or x.dtype == ml_dtypes.bfloat16)
   return is_float and x.ndim == 2 and len(x) > 0
 
 

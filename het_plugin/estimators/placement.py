@@ -87,6 +87,8 @@ def forget_pages(x: np.ndarray) -> None:
 
   Not those of mode 'c', where changes of the rows are in these pages only.
   """
+  for part in getattr(x, 'parts', ()):
+    forget_pages(part)
   owner: Any = x
   while isinstance(owner, np.ndarray) and not isinstance(owner, np.memmap):
     owner = owner.base

@@ -36,6 +36,7 @@ from etils import epath
 from het_plugin import weights
 from het_plugin.measures import votes
 from het_plugin.rows import labels as labels_lib
+from het_plugin.rows import shards
 from het_plugin.rows.rows import Rows
 from het_plugin.system import run_files
 from het_plugin.weights.files import SAFETENSORS_DTYPES, as_stored, save_safetensors
@@ -89,7 +90,8 @@ def read(source: str, column: str = 'features', *, mapped: bool = False) -> Rows
 
   Args:
     source: PATH.npz, PATH.safetensors, or FEATURES.npy,LABELS.npy. PATH.npz:NAME is one split of a
-      file that has an array 'split' of strings [N].
+      file that has an array 'split' of strings [N]. PATH-*.safetensors is several files as one, in
+      the order of their names; of those named PATH-00000-of-00004.safetensors none may be missing.
     column: what the file must have, 'features' or 'log_prob'.
     mapped: whether arrays of a .safetensors file stay on disk, with the type that they have there,
       as those of .npy files do. Other features are read as float32.
@@ -99,6 +101,14 @@ def read(source: str, column: str = 'features', *, mapped: bool = False) -> Rows
       finite or out of range. The message is one sentence that names the file.
   """
   path, split = partition_source(source)
+  if '*' in path:
+    files = shards.names(path)
+    parts = [read(file, column, mapped=mapped) for file in files]
+    with reading(path):
+      joined = shards.join(parts, files, mapped)
+    if split is not None:
+      raise ValueError(f'{source}: several files as one have no split: name them without')
+    return joined
   with reading(path):
     arrays = _arrays(path, column, mapped)
     about = _description(path, arrays)
@@ -452,8 +462,9 @@ def _check(rows: Rows) -> None:
   """Raises ValueError if a value is not finite or out of range."""
   if 'features' in rows.columns:
     blocks = _blocks(rows.features)
-    if wrong := sum(int((~np.isfinite(block).all(axis=1)).sum()) for block in blocks):
-      raise ValueError(f'there are {wrong} rows that are not finite')
+    wrong = np.flatnonzero(np.concatenate([~np.isfinite(x).all(axis=1) for x in blocks]))
+    if len(wrong):
+      raise ValueError(f'there are {len(wrong)} rows that are not finite, first row {wrong[0]}')
   names = rows.class_names
   num_classes = None
   if 'log_prob' in rows.columns:

@@ -24,6 +24,7 @@ from het_plugin.estimators import (
   whitening,
 )
 from het_plugin.estimators.model import Model
+from het_plugin.rows import Rows, write
 from het_plugin.system import stopping
 
 NOISY = {'C': 1.0, 'C_noise': 0.1, 'num_factors': 2, 'num_samples': 2}
@@ -56,10 +57,16 @@ def test_rows_on_disk_have_the_fit_of_memory(data, tmp_path, small_parts):
   x, y = data
   weight = np.where(np.arange(len(x)) % 5, 1.0 + np.arange(len(x)) % 2, 0.0)
   of_memory = DetClassifier(10.0).fit(x, y, weight)
-  of_file = DetClassifier(10.0, solver='streamed').fit(mapped(x, tmp_path), y, weight)
+  for number, start in enumerate((0, 700)):
+    part = slice(start, start + 700 + 100 * number)
+    index = np.arange(len(x))[part]
+    rows_of = Rows({'features': x[part]}, y[part, None].astype(np.int32), index)
+    write(tmp_path / f'train-{number}.safetensors', rows_of)
+  files = str(tmp_path / 'train-*.safetensors')
+  of_file = DetClassifier(10.0, solver='streamed').fit(files, sample_weight=weight)
   assert of_file.objective_ == pytest.approx(of_memory.objective_, abs=2e-5)
   np.testing.assert_array_equal(of_file.mean_, of_memory.mean_)
-  np.testing.assert_allclose(of_file.nll(x, y).mean(), of_memory.nll(x, y).mean(), atol=2e-3)
+  np.testing.assert_allclose(of_file.nll(files).mean(), of_memory.nll(x, y).mean(), atol=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,10 @@ def test_npy_with_labels_and_splits_in_one_file(tmp_path):
       dict(features=np.ones((2, 2)), label=np.array([0, 2]), class_name=np.array(['a', 'b'])),
       r'label 2 of example 1 is out of range; labels are 0 \.\. 1',
     ),
-    (dict(features=np.array([[np.nan]]), label=np.zeros(1, int)), '1 rows that are not finite'),
+    (
+      dict(features=np.array([[np.nan]]), label=np.zeros(1, int)),
+      '1 rows that are not finite, first row 0',
+    ),
     (dict(features=np.ones((1, 1)), label=np.array([2**32 + 1])), 'label 4294967297'),
     (dict(features=np.ones((1, 1)), label=np.array([0.0])), r'labels are float64 \[1\]'),
     (
@@ -172,3 +175,34 @@ def test_wrong_files(tmp_path):
       rows.read(str(tmp_path / name))
   with pytest.raises(ValueError, match='must end in .npz or .safetensors'):
     rows.write(tmp_path / 'x.npy', make())
+
+
+def test_several_files_are_one(tmp_path):
+  whole = make(10, class_names=('a', 'b', 'c'))
+  for number in range(3):
+    part = whole.take(slice(4 * number, 4 * number + 4))
+    rows.write(tmp_path / f'train-{number:05}-of-00003.safetensors', part)
+  pattern = str(tmp_path / 'train-*.safetensors')
+  for mapped in (False, True):
+    read = rows.read(pattern, mapped=mapped)
+    assert read.class_names == whole.class_names
+    np.testing.assert_array_equal(read.index, whole.index)
+    np.testing.assert_array_equal(np.asarray(read.features), whole.features)
+    for some in (slice(3, 9), np.array([9, 0, 4, 4]), whole.labels[:, 0] == 1, slice(4, 8)):
+      np.testing.assert_array_equal(read.take(some).features, whole.features[some])
+  last = tmp_path / 'train-00002-of-00003.safetensors'
+  wider = {'features': np.ones((2, 5), np.float32)}
+  two = whole.take(slice(8, 10))
+  for wrong, message in (
+    (dataclasses.replace(two, columns=wider), r'float32 \[5\].* has .*float32 \[4\].*: all files'),
+    (dataclasses.replace(two, class_names=('a', 'b', 'd')), 'has classes .*d.* must have the same'),
+    (whole.take(slice(2)), 'the example 63 is in .*twice'),
+  ):
+    rows.write(last, wrong)
+    with pytest.raises(ValueError, match=message):
+      rows.read(pattern)
+  last.unlink()
+  with pytest.raises(ValueError, match='number 2 of 3 is missing'):
+    rows.read(pattern)
+  with pytest.raises(ValueError, match='names no file'):
+    rows.read(str(tmp_path / 'test-*.npz'))
