@@ -21,7 +21,7 @@ class RowsSettings(Gin):
   """Where the rows are.
 
   Attributes:
-    train: Rows: F.npz[:SPLIT], F.safetensors or X.npy,Y.npy; or a run.
+    train: Rows: F.npz[:SPLIT], F.safetensors, F-*.safetensors or X.npy,Y.npy; or a run.
     checkpoint: Instead of files: a run or a published file.
     dataset: With --checkpoint: the task to represent.
     layer: With --checkpoint: the layer to represent.
