@@ -161,7 +161,7 @@ def compare(reference: Path, run: Path) -> tuple[list[str], dict[str, int]]:
   folders = [reader.find(folder) for folder in (reference, run)]
   if folders[0].name != folders[1].name:
     return [f'the newest checkpoint is {folders[1].name}, not {folders[0].name}'], {}
-  expected, got = map(reader.read_arrays, folders)
+  expected, got = map(reader.read_state, folders)
   different = [f'{name} is in one of the checkpoints only' for name in expected.keys() ^ got.keys()]
   for name in expected.keys() & got.keys():
     a = expected[name]

@@ -39,7 +39,7 @@ from het_plugin.measures import audit as measure
 from het_plugin.rows import files
 from het_plugin.system import run_files
 from het_plugin.system.ranges import Count
-from het_plugin.weights import is_weights_file
+from het_plugin.weights.files import SUFFIXES
 
 if TYPE_CHECKING:  # imports tasks of images, which files do not need
   from het_plugin.evaluation.examples import Examples
@@ -110,7 +110,7 @@ def run(settings: Settings) -> reporting.Report:
     raise ValueError('--split is for --dataset: a split of a file is --train=F.npz:SPLIT')
   if settings.head == 'det' and {'C_noise', 'num_factors'} & settings.given:
     raise ValueError('--C_noise and --num_factors have no effect on --head=det, which has no noise')
-  if suggest and not suggest.endswith('.csv') and not is_weights_file(suggest):
+  if suggest and not suggest.endswith(('.csv', *SUFFIXES)):
     raise ValueError(f'--suggest={suggest} must end in .npz, .safetensors or .csv')
   if settings.pred_probs:
     settings.refuse((*_OF_FITS, 'write_pred_probs'), '--pred_probs, which is not fitted')

@@ -14,6 +14,7 @@ The output directory gets results.json, results.txt, index.html and its plots as
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -72,6 +73,11 @@ class Settings(ReportFolder, Gin, Processes):
   covariance_index: tuple[int, ...] = ()
   homoglyph_examples: Annotated[int, '[0, inf)'] = 512
 
+  @functools.cached_property
+  def runs(self) -> frozenset[str]:
+    """Those of `checkpoint` that are no files of predictions."""
+    return frozenset(x for x in self.checkpoint if not weights.is_weights_file(x))
+
   def __post_init__(self):
     if self.save_predictions and not self.output_dir:
       raise ValueError('--save_predictions needs --output_dir')
@@ -79,7 +85,7 @@ class Settings(ReportFolder, Gin, Processes):
       raise ValueError('--checkpoint or --predictions is needed')
     if (self.ood_dataset is None) != (self.ood_split is None):
       raise ValueError('--ood_dataset and --ood_split belong together: set both')
-    if all(map(weights.is_weights_file, self.checkpoint)):  # which are predictions
+    if not self.runs:
       if self.ood_dataset:
         raise ValueError('--ood_dataset needs a --checkpoint to make its predictions with')
       of_run = 'dataset', 'split', 'save_predictions', 'covariance_index'
@@ -110,9 +116,7 @@ def evaluate(settings: Settings, save_to: Path | None = None) -> list[Evaluation
   flags += [('--predictions', x) for x in settings.predictions]
   names = short_names([source for _, source in flags])
   if save_to:
-    own = [
-      name for name, (_, x) in zip(names, flags, strict=True) if not weights.is_weights_file(x)
-    ]
+    own = [name for name, (_, x) in zip(names, flags, strict=True) if x in settings.runs]
     of_files = [uncertainty_report.file_name(name) for name in own]
     if twice := [name for name, x in zip(own, of_files, strict=True) if of_files.count(x) > 1]:
       raise ValueError(
@@ -121,7 +125,7 @@ def evaluate(settings: Settings, save_to: Path | None = None) -> list[Evaluation
       )
   opened: list[Configuration | Evaluation] = []
   for name, (flag, source) in zip(names, flags, strict=True):
-    if flag == '--predictions' or weights.is_weights_file(source):
+    if flag == '--predictions' or source not in settings.runs:
       with naming(f'{flag}={source}'):  # scored at once: one file is in memory at a time
         rows = rows_lib.read(source, 'log_prob').chosen(settings.max_examples)
         opened.append(evaluate_rows(name, source, rows))

@@ -35,7 +35,8 @@ import numpy as np
 from het_plugin.cli.settings import Gin
 from het_plugin.config import changes
 from het_plugin.runs import Run, configuration, open_run
-from het_plugin.weights import is_weights_file, programs, write_arrays
+from het_plugin.weights import programs, write_arrays
+from het_plugin.weights.files import SUFFIXES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def run(settings: Settings) -> None:
     return
   if settings.entropies:
     raise ValueError('--entropies are outputs of a program: set --format')
-  if is_weights_file(output):
+  if output.endswith(SUFFIXES):
     config = configuration(checkpoint, *settings.gin)
     arrays = config.published_params()
     write_arrays(output, arrays, config.describe())

@@ -112,18 +112,40 @@ def run(settings: Settings) -> reporting.Report:
   combined = combinations(settings.sweep)
   folder = run_files.local_folder('output_dir', settings.output_dir)
   settings.join()
-  candidates = [_training(settings.gin, source) for source in checkpoint]
+  candidates = []
+  are_published = []
+  for source in checkpoint:  # one file is in memory at a time
+    found = Checkpoint.find(source)
+    candidates.append(_training(settings.gin, found))
+    are_published.append(found.step is None)
   _check_runs(settings.gin_bindings, candidates, combined, folder)
   dataset = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
   split, test_split = settings.split, settings.test_split
   _check_splits(dataset, split=split, test_split=test_split or split)
 
   proxy = {}
-  for name, source, training in zip(names, checkpoint, candidates, strict=True):
-    read = _represented(
-      source, training, dataset, folder / 'representations' / name, settings.batch_size
+  for name, source, training, is_published in zip(
+    names, checkpoint, candidates, are_published, strict=True
+  ):
+    where = str(folder / 'representations' / name)
+    what = represent.Settings(
+      checkpoint=source,
+      dataset=dataset,
+      splits='train',
+      output_dir=where,
+      format='npz',
+      batch_size=settings.batch_size,
     )
-    proxy[name] = _accuracy(read, k, settings.metric)
+    if is_published:  # the configuration of its training describes it
+      what = dataclasses.replace(
+        what,
+        gin_file=tuple(training.gin_files),
+        gin_bindings=(*training.gin_bindings, f'MODEL_DIR = {where!r}'),
+        gin_search_paths=tuple(training.gin_search_paths),
+      )
+    (made,) = represent.represent(what)['files']
+    jax.clear_caches()  # the next model shares no program
+    proxy[name] = _accuracy(rows_lib.read(made['file']), k, settings.metric)
   order = best_first(list(proxy.values()))
   kept = [names[i] for i in order[:num_kept]]
   _log.info('kNN accuracy: %s; fine-tuning %s.', proxy, ', '.join(kept))
@@ -215,20 +237,19 @@ def _check_splits(dataset: str, **chosen: str) -> None:
       splits.resolve(split, sizes, dataset)
 
 
-def _training(gin_settings: GinSettings, source: str) -> trainings.Training:
+def _training(gin_settings: GinSettings, found: Checkpoint) -> trainings.Training:
   """A fine-tuning from a candidate: its own configuration, then the task's."""
   gin_files, gin_bindings, search_paths = gin_settings
   # The task has other classes, even if their number is the same.
-  restore: dict[str, Any] = {'path': str(source), 'head': 'init'}
-  if weights.is_weights_file(source):
+  restore: dict[str, Any] = {'path': found.path, 'head': 'init'}
+  if found.arrays is not None:
     files = []
-    bindings = weights.tower_bindings(source)
+    bindings = weights.tower_bindings(found.path, found.arrays)
   else:
-    found = Checkpoint.find(source)
     files = [str(found.config)]
     bindings = []
     restore['ema'] = runs.configuration(found).evaluates_ema  # as when it is ranked
-    restore |= {'path': found.path, 'mode': 'specific', 'fallback_to_scratch': True}
+    restore |= {'mode': 'specific', 'fallback_to_scratch': True}
   bindings = [
     *bindings,
     'CheckpointConfig.restore = @RestoreCheckpointConfig()',
@@ -236,32 +257,6 @@ def _training(gin_settings: GinSettings, source: str) -> trainings.Training:
     *gin_bindings,
   ]
   return trainings.Training([*files, *gin_files], bindings, search_paths)
-
-
-def _represented(
-  source: str, training: trainings.Training, dataset: str, folder: Path, batch_size: int
-) -> Rows:
-  """A candidate's representations of the training split."""
-  described = (), (), ('.',)
-  if weights.is_weights_file(source):  # the configuration of its training describes it
-    bindings = [*training.gin_bindings, f'MODEL_DIR = {str(folder)!r}']
-    described = training.gin_files, bindings, training.gin_search_paths
-  gin_file, gin_bindings, gin_search_paths = described
-  found = represent.represent(
-    represent.Settings(
-      checkpoint=source,
-      dataset=dataset,
-      splits='train',
-      output_dir=str(folder),
-      format='npz',
-      batch_size=batch_size,
-      gin_file=gin_file,
-      gin_bindings=gin_bindings,
-      gin_search_paths=gin_search_paths,
-    )
-  )
-  jax.clear_caches()  # the next model shares no program
-  return rows_lib.read(found['files'][0]['file'])
 
 
 def _accuracy(read: Rows, k: Sequence[int], metric: str) -> float:

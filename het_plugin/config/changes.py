@@ -230,25 +230,22 @@ class RunConfig:
     _log.info('The configuration is in %s.', folder / CONFIG)
 
 
-def config_file(checkpoint: epath.Path, step: int, trained_with: str | None = None) -> epath.Path:
+def config_file(checkpoint: epath.Path, step: int) -> epath.Path:
   """The file with the configuration that a checkpoint was trained with.
 
-  This is config.gin beside the checkpoint, or the first config_until_STEP.gin of a later step. Logs
-  a warning if it gives other results than `trained_with`, the one in the checkpoint's own record,
-  as beside a checkpoint of another run.
+  This is config.gin beside the checkpoint, or the first config_until_STEP.gin of a later step.
   """
   until = run_files.numbered(checkpoint.parent, _UNTIL, '.gin')
   later = [last for last in until if last >= step]
-  file = until[min(later)] if later else checkpoint.parent / CONFIG
-  if trained_with and file.exists():
-    found = changes(file.read_text(), trained_with)
-    if others := [str(change) for change in found if change.changes_results]:
-      more = f' and {len(others) - _NAMED} more' if len(others) > _NAMED else ''
-      _log.warning(
-        '%s was not trained with %s (%s%s). Is it a checkpoint of another run?',
-        checkpoint,
-        file,
-        '; '.join(others[:_NAMED]),
-        more,
-      )
-  return file
+  return until[min(later)] if later else checkpoint.parent / CONFIG
+
+
+def warn_of_another(checkpoint: str, file: epath.PathLike, text: str, trained_with: str) -> None:
+  """Logs a warning if the configuration in a file gives other results than that in the checkpoint's
+  own record, as beside a checkpoint of another run.
+  """
+  if others := [str(x) for x in changes(text, trained_with) if x.changes_results]:
+    more = f' and {len(others) - _NAMED} more' if len(others) > _NAMED else ''
+    named = '; '.join(others[:_NAMED])
+    message = '%s was not trained with %s (%s%s). Is it a checkpoint of another run?'
+    _log.warning(message, checkpoint, file, named, more)

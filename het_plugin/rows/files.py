@@ -139,7 +139,7 @@ def write(path: epath.PathLike, rows: Rows) -> None:
     ValueError: the file has another suffix.
   """
   path = epath.Path(path)
-  if not weights.is_weights_file(path):
+  if path.suffix not in ('.npz', '.safetensors'):
     raise ValueError(f'{path} must end in .npz or .safetensors')
   labels = rows.labels.astype(np.int32)
   one_each = 'log_prob' in rows.columns and labels.shape[1] == 1

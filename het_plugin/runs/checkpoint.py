@@ -6,6 +6,7 @@ t5x.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,19 +31,13 @@ class Checkpoint:
   Attributes:
     path: the checkpoint's directory, or the published file.
     step: the step in the name of the directory; None for a published file.
-    config: the file with the configuration that it was trained with, which may be missing; None for
-      a published file.
-    class_names: the names of the classes that it was trained on; None where they were not kept.
-    image: [side, side, channels] of the images that it was trained on; None where the record does
-      not say.
+    record: what the training kept of itself; empty for a published file, and in t5x.
     arrays: the content of a published file; None for a checkpoint, whose arrays are read on demand.
   """
 
   path: str
   step: int | None = None
-  config: epath.Path | None = None
-  class_names: tuple[str, ...] | None = None
-  image: tuple[int, ...] | None = None
+  record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   arrays: Mapping[str, np.ndarray] | None = None
 
   @classmethod
@@ -50,30 +45,39 @@ class Checkpoint:
     """Finds a checkpoint, and reads its record.
 
     Raises:
-      ValueError: there is none, a published file cannot be read, or the names of the classes are
-        not those of the record.
+      ValueError: there is none, or a published file cannot be read.
     """
     if weights.is_weights_file(path):
       return cls(str(path), arrays=weights.read_arrays(path))
     found = checkpoint_reader.find(path)
     step = checkpoint_reader.step_of(found)
-    description, _ = checkpoint_reader.attempt(lambda: checkpoint_reader.read_json(found))
-    record = {} if description is None else description.record
-    return cls(
-      str(found),
-      step,
-      changes.config_file(found, step, record.get('config')),
-      class_names.beside(found, record.get('class_names')),
-      record.get('image'),
-    )
+    return cls(str(found), step, checkpoint_reader.intact_record(found))
+
+  @functools.cached_property
+  def config(self) -> epath.Path | None:
+    """The file with the configuration that it was trained with, which may be missing; None for a
+    published file.
+    """
+    return None if self.step is None else changes.config_file(epath.Path(self.path), self.step)
+
+  @functools.cached_property
+  def class_names(self) -> tuple[str, ...] | None:
+    """The names of the classes that it was trained on; None where they were not kept.
+
+    Raises:
+      ValueError: they are not those of the record.
+    """
+    if self.step is None:
+      return None
+    return class_names.beside(epath.Path(self.path), self.record.get('class_names'))
 
   def channels(self, shapes_of: Callable[[int], Shapes]) -> int:
     """The channels of the images: those of the record, else those that the parameters tell.
 
     `shapes_of` gives the shapes of the model's parameters by name for a number of channels.
     """
-    if self.image:
-      return self.image[-1]
+    if image := self.record.get('image'):  # [side, side, channels]
+      return image[-1]
     usual, *others = _CHANNELS
     sizes = _sizes(weights.unstacked(shapes_of(usual)))
     if self.arrays is None:

@@ -26,7 +26,7 @@ from flax import traverse_util
 
 import gin
 from het_plugin import weights
-from het_plugin.config import foreign, gin_state, parsing, registry, uses
+from het_plugin.config import changes, foreign, gin_state, parsing, registry, uses
 from het_plugin.runs.checkpoint import Checkpoint
 from het_plugin.runs.run import Run
 from het_plugin.training import class_names, initial_state, optimizers
@@ -254,7 +254,10 @@ def configuration(
       frame = found.config
       if not frame.exists():
         raise ValueError(f'{found.path} has no configuration: {frame} does not exist')
-      foreign.check(frame.read_text(), str(frame))
+      text = frame.read_text()
+      foreign.check(text, str(frame))
+      if trained_with := found.record.get('config'):
+        changes.warn_of_another(found.path, frame, text, trained_with)
     parsing.parse_config([str(frame), *gin_files], bindings, search_paths)
     uses.check_typed(typed, [uses.of(gin.config_str(), called=_READ)])
     with gin.unlock_config():

@@ -125,10 +125,15 @@ def newest_record(model_dir: epath.PathLike) -> tuple[int, dict[str, Any]] | Non
   """
   directory = epath.Path(model_dir).absolute()
   for step in sorted(steps(directory), reverse=True):
-    read, _ = attempt(functools.partial(read_json, directory / f'{PREFIX}_{step}'))
-    if read is not None:
-      return step, read.record
+    if record := intact_record(directory / f'{PREFIX}_{step}'):
+      return step, record
   return None
+
+
+def intact_record(checkpoint: epath.Path) -> dict[str, Any]:
+  """The record of a checkpoint; empty if it has none, or a damaged one."""
+  read, _ = attempt(functools.partial(read_json, checkpoint))
+  return {} if read is None else read.record
 
 
 def params_shapes(checkpoint: epath.PathLike, ema: bool = False) -> dict[str, tuple[int, ...]]:
@@ -185,7 +190,7 @@ def read_params_to(
   return {name: read[f'{root}/{name}'] for name in wanted}
 
 
-def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
+def read_state(path: epath.PathLike) -> dict[str, np.ndarray]:
   """All arrays of the checkpoint that `find` finds at `path`, as saved, on the host.
 
   The result is {'params/head/kernel': array, 'opt_state/...': array, 'step': array}.

@@ -29,8 +29,7 @@ def read(checkpoint: epath.PathLike) -> tuple[str, ...] | None:
     ValueError: the file is damaged, or has other names than the checkpoint was trained with.
   """
   found = checkpoint_reader.find(checkpoint)
-  description, _ = checkpoint_reader.attempt(lambda: checkpoint_reader.read_json(found))
-  return beside(found, description and description.record.get('class_names'))
+  return beside(found, checkpoint_reader.intact_record(found).get('class_names'))
 
 
 def beside(checkpoint: epath.Path, trained_with: str | None) -> tuple[str, ...] | None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from het_plugin.weights import files, hub, pixels
+from het_plugin.weights import hub, pixels
 
 _log = logging.getLogger(__name__)
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -977,9 +977,8 @@ def _placed(
   }
 
 
-def tower_bindings(path: epath.PathLike) -> list[str]:
+def tower_bindings(path: epath.PathLike, arrays: Mapping[str, np.ndarray]) -> list[str]:
   """Gin bindings of backbone and image size for the tower in a file; none if there is no tower."""
-  arrays = files.read_arrays(path)
   return read_tower(arrays, read_config(path)).bindings() if is_tower(arrays) else []
 
 

@@ -8,6 +8,7 @@ import pytest
 from etils import epath
 
 import gin
+from het_plugin import runs
 from het_plugin.commands import train as main
 from het_plugin.config import changes as config_changes
 from het_plugin.config import parsing, registry, statements
@@ -179,11 +180,10 @@ def test_a_checkpoint_of_another_run_is_named(digits_run, tmp_path, caplog):
   config = (digits_run[0] / 'config.gin').read_text()
   checkpoint = next(digits_run[0].glob('checkpoint_*'))
   shutil.copytree(checkpoint, tmp_path / checkpoint.name)
-  step = int(checkpoint.name.removeprefix('checkpoint_'))
   other = config.replace('RANDOM_SEED = ', 'RANDOM_SEED = 7')
   for text, warned in ((config, False), (other, True)):
     (tmp_path / 'config.gin').write_text(text)
-    config_changes.config_file(epath.Path(tmp_path) / checkpoint.name, step, config)
+    runs.configuration(tmp_path / checkpoint.name)
     assert ('RANDOM_SEED' in caplog.text or 'random_seed' in caplog.text) == warned
 
 

@@ -134,7 +134,7 @@ def test_the_average_of_the_parameters_is_opened_unless_told_otherwise(digits_ru
   exported = runs.configuration(tmp_path).published_params()
   for name, x in weights.export_params(average, 10, 2).items():
     np.testing.assert_array_equal(exported[name], x)
-  study = finetune._training(([], [], ['.']), tmp_path)
+  study = finetune._training(([], [], ['.']), runs.Checkpoint.find(tmp_path))
   assert 'RestoreCheckpointConfig.ema = True' in study.gin_bindings
   head = heads.Det(10)
   det = estimators.from_head(head, drawn(head.init, np.zeros((1, 16), np.float32)))
@@ -181,8 +181,8 @@ def test_a_run_of_t5x(digits_run, tmp_path):
   theirs = tmp_path / 'theirs'
   assert conversion.write_t5x(folder, theirs) == str(theirs / 'checkpoint_2')
   (theirs / 'config.gin').write_text((folder / 'config.gin').read_text())
-  ours = checkpoint_reader.read_arrays(folder)
-  arrays = checkpoint_reader.read_arrays(theirs)
+  ours = checkpoint_reader.read_state(folder)
+  arrays = checkpoint_reader.read_state(theirs)
   roots = ('params/', 'target/'), ('opt_state/', 'state/param_states/'), ('step', 'state/step')
   renamed = {
     new + name.removeprefix(old): x
@@ -210,7 +210,7 @@ def test_any_number_of_channels_is_seen_in_the_shapes(channels, monkeypatch):
 
   monkeypatch.setattr(checkpoint_reader, 'params_shapes', lambda _: shapes_of(channels))
   assert runs.Checkpoint('run', 1).channels(shapes_of) == channels
-  assert runs.Checkpoint('run', 1, image=(8, 8, 4)).channels(shapes_of) == 4
+  assert runs.Checkpoint('run', 1, {'image': (8, 8, 4)}).channels(shapes_of) == 4
 
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')  # of orbax's own code

@@ -24,7 +24,7 @@ def write_t5x(path: epath.PathLike, model_dir: epath.PathLike) -> str:
     ValueError: there is no checkpoint, it is t5x's already, or model_dir has one of this step.
   """
   folder = checkpoint_reader.find(path)
-  arrays = checkpoint_reader.read_arrays(folder)
+  arrays = checkpoint_reader.read_state(folder)
   if checkpoint_reader.params_root(arrays) != 'params':
     raise ValueError(f'{folder} is a checkpoint of t5x already: t5x resumes it as it is')
   target = epath.Path(model_dir).absolute() / folder.name
