@@ -68,7 +68,7 @@ class Settings(RowsSettings):
     folds: Folds of the rows.
     max_iter: Largest number of iterations of a fit.
     seed: Seed of the folds and of the initial values.
-    csv: Where to write a line per example.
+    csv: Where to write a line per example; as Parquet if it ends in .parquet.
     suggest: Where to write the rows with suggested labels; with --dataset=image_folder:PATH also
       PATH/labels.csv, which a training of PATH reads.
     pred_probs: A .npy file of out-of-fold probabilities [N, K], instead of fits.
@@ -153,6 +153,7 @@ class Listed(Sequence):
     found: their audit.
     order: int [N], the numbers of the rows in this order.
     name: gives the name of an example by its id; None if it has none.
+    root: of an image folder, whose files are named.
   """
 
   rows: rows_lib.Rows
@@ -160,6 +161,7 @@ class Listed(Sequence):
   found: measure.Audit
   order: np.ndarray
   name: Callable[[int], str] | None = None
+  root: Path | None = None
 
   def __len__(self) -> int:
     return len(self.order)
@@ -187,6 +189,8 @@ class Listed(Sequence):
       listed |= {'label_name': names[label], 'suggested_name': names[suggested]}
     if self.name:
       listed['name'] = self.name(index)
+    if self.name and self.root:
+      listed['path'] = str(self.root / listed['name'])
     return listed
 
 
@@ -260,13 +264,17 @@ def report(
     of_labels = rows.features, label, settings, rounds
     found, failures, chosen = audit_lib.in_rounds(*of_labels, probs_to, rows.num_classes)
   order = np.argsort(-found.wrong, kind='stable')
-  listed = Listed(rows, label, found, order, examples.name if examples else None)
+  listed = Listed(rows, label, found, order)
+  if examples is not None:
+    folder = examples.task.name.partition(':')[2] if examples.have_files else None
+    root = folder and Path(folder).resolve()
+    listed = dataclasses.replace(listed, name=examples.name, root=root or None)
 
   def shown(k):
     return str(k) if names is None else names[k]
 
   pairs: list[dict[str, Any]] = []
-  for k, y, rate, share in found.pairs(_SHOWN):
+  for k, y, rate, share in found.pairs(_SHOWN if found.is_supported else 0):
     pairs.append({'truth': k, 'label': y, 'rate': rate, 'share': share})
     if classes := rows.class_names:
       pairs[-1] |= {'truth_name': classes[k], 'label_name': classes[y]}
@@ -303,13 +311,20 @@ def report(
     else f'the location of {head} fitted to the other {settings.folds - 1} of {settings.folds} '
     f'folds ({reporting.counted(chosen, "round")})'
   )
-  agreement = np.mean(found.probability == found.confidence)
+  share = f'{found.share:.1%} ± {found.share_error:.1%} are wrong. '
   notes = [
     'The error is over examples. That the location may be wrong is not in it: the true error is '
     'larger.',
-    f'{agreement:.0%} of the labels are the most probable class of the location. Where the '
+    f'{found.agreement:.0%} of the labels are the most probable class of the location. Where the '
     'features tell little, it takes labels for wrong that are not.',
   ]
+  if not found.is_supported:
+    share = 'their features do not tell what share is wrong. '
+    notes = [
+      f'Only {found.agreement:.0%} of the labels are the most probable class of the location, and '
+      f'{measure.LEAST_AGREEMENT:.0%} are needed to tell wrong labels from those that are hard to '
+      'tell. The list is still an order to look at them; correct none without a look.'
+    ]
   if note := rows.consensus_note():
     notes.append(note)
   if failures:
@@ -330,21 +345,22 @@ def report(
   return reporting.Report(
     title='Audit of labels',
     introduction=f'{len(label):,} labels of {name}, by {by}: '
-    f'{found.share:.1%} ± {found.share_error:.1%} are wrong. '
+    f'{share}'
     f'{counts["wrong"]:,} are listed as wrong, {counts["ambiguous"]:,} as ambiguous.',
     tables=[table for table in tables if table.lines],
     notes=notes,
     draw=lambda: _galleries(listed, examples, shown) if examples and examples.are_images else {},
     writers={
-      'csv': functools.partial(reporting.write_csv, list(listed[0]), listed),
+      'csv': functools.partial(reporting.write_table, list(listed[0]), listed),
       'suggest': functools.partial(write_suggested, listed),
     },
     json={
       'head': head,
       'rounds': chosen,
       'nll': found.nll,
-      'share': found.share,
-      'share_error': found.share_error,
+      'share': found.share if found.is_supported else None,
+      'share_error': found.share_error if found.is_supported else None,
+      'agreement': found.agreement,
       'counts': counts,
       'pairs': pairs,
       'rows': listed,
@@ -403,7 +419,8 @@ def _galleries(
       unsure,
     ),
   }
-  for number, (k, y, rate, _) in enumerate(found.pairs(_SHOWN), 1):
+  of_pairs = found.pairs(_SHOWN if found.is_supported else 0)
+  for number, (k, y, rate, _) in enumerate(of_pairs, 1):
     rows = wrong[(label[wrong] == y) & (found.suggested[wrong] == k)]
     caption = f'Truth {shown(k)}, label {shown(y)}: {rate:.1%} of this truth'
     chosen[f'pair_{number}'] = caption, rows[:_THUMBNAILS_OF_PAIR], likely

@@ -16,7 +16,7 @@ _MODULES = {  # imported on first use: tables need no matplotlib
   ),
   'progress': ('Progress',),
   'report': ('Figure', 'Gallery', 'Picture', 'Report', 'Thumbnail'),
-  'results': ('provenance', 'write_csv', 'write_json', 'written_here'),
+  'results': ('provenance', 'write_csv', 'write_json', 'write_table', 'written_here'),
   'text': ('aligned', 'plain_table'),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -20,6 +20,7 @@ import numpy as np
 
 from het_plugin.system import run_files
 
+_GROUP_ROWS = 2**16  # of a Parquet file
 _LOOKED_AT = 2**16  # bytes at both ends of a file
 # One of these is near the top of the results of every command, indented as `write_json` does.
 _OUR_JSON = re.compile(
@@ -71,7 +72,9 @@ def written_here(flag: str, path: str | Path) -> bool:
     file.seek(0, os.SEEK_END)
     file.seek(max(0, file.tell() - _LOOKED_AT))
     end = file.read()
-  if flag == 'csv' or str(path).endswith('.csv'):  # of `audit`, `predict` and `audit --suggest`
+  if str(path).endswith('.parquet'):
+    found = b'het_plugin' in end
+  elif flag == 'csv' or str(path).endswith('.csv'):  # of `audit`, `predict` and `audit --suggest`
     found = bool({b'suggested', b'entropy', b'was'} & set(begin.partition(b'\n')[0].split(b',')))
   elif flag == 'html':
     found = b'<meta name="generator" content="het_plugin">' in begin
@@ -100,6 +103,28 @@ def write_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], path: s
     writer.writeheader()
     for row in rows:
       writer.writerow({name: _not_computed(x) for name, x in row.items()})
+
+
+def write_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], path: str) -> None:
+  """Writes the rows as Parquet where the path ends in .parquet, else as CSV.
+
+  Parquet keeps types, and texts as they are.
+  """
+  if not str(path).endswith('.parquet'):
+    return write_csv(columns, rows, path)
+  import pyarrow as pa  # slow, and few tables need it
+  from pyarrow import parquet
+
+  with run_files.replacing(path) as unfinished:
+    writer = None
+    rows = iter(rows)
+    while some := list(itertools.islice(rows, _GROUP_ROWS)):
+      table = pa.Table.from_pylist(some).replace_schema_metadata({'made by': 'het_plugin'})
+      writer = writer or parquet.ParquetWriter(unfinished, table.schema)
+      writer.write_table(table)
+    if writer:
+      writer.close()
+  return None
 
 
 def _not_computed(value: Any) -> Any:

@@ -7,8 +7,10 @@ import sys
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 from sklearn.metrics import average_precision_score
 
+from het_plugin import reporting
 from het_plugin import rows as rows_lib
 from het_plugin.commands import audit as audit_report
 from het_plugin.commands import probe
@@ -206,3 +208,24 @@ def test_where_the_task_knows_the_truth_the_report_counts_wrong_labels(tmp_path)
   assert found['wrong_of_worst'] == sum(by_index[row['index']] for row in listed[:worst])
   (note,) = (note for note in report.notes if 'true classes' in note)
   assert f'{is_wrong.sum()} labels are wrong: {sum(kinds)} of the {len(kinds)} ' in note
+
+
+def test_where_features_tell_little_no_share_is_printed(tmp_path):
+  """No label is wrong, and no model is right more often than in three of ten cases."""
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(600, 16)).astype(np.float32)
+  logits = x @ rng.normal(size=(16, 8)) * 0.75 + 3 * rng.gumbel(size=(600, 8))
+  rows = rows_lib.Rows({'features': x}, logits.argmax(axis=1)[:, None], np.arange(600))
+  settings = Settings(['det'], folds=2, max_iter=30, progress=False)
+  report = audit_report.report(rows, settings, rounds=4)
+  assert (report.json['share'], report.json['share_error'], report.json['pairs']) == (
+    None,
+    None,
+    [],
+  )
+  assert 'do not tell what share is wrong' in report.introduction
+  assert f'Only {report.json["agreement"]:.0%} of the labels' in report.text()
+  report.writers['csv'](str(tmp_path / 'found.parquet'))
+  table = parquet.read_table(tmp_path / 'found.parquet')
+  assert table.to_pylist() == list(report.json['rows'])
+  assert reporting.written_here('csv', tmp_path / 'found.parquet')
