@@ -33,12 +33,20 @@ from het_plugin.runs.sources import open_source
 from het_plugin.system.ranges import Count
 
 # {run: {data set: {shots: result}}}
-Results = Mapping[str, Mapping[str, Mapping[int, fewshot.FewShotResult]]]
+Results = Mapping[str, Mapping[str, Mapping[float, fewshot.FewShotResult]]]
 Row = Mapping[str, Any]
 _KEY = operator.itemgetter('run', 'dataset', 'shots')
 _SHOWN = ('run', 'dataset', 'shots', 'mean', 'stderr', 'classes_short', 'test_unseen')
 _OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size')  # flags that belong to --checkpoint
-_OF_FITS = ('protocol', 'classifier', 'draw', 'l2', 'shots', 'seeds')  # of --train or --checkpoint
+_OF_FITS = (
+  'protocol',
+  'classifier',
+  'draw',
+  'l2',
+  'shots',
+  'fractions',
+  'seeds',
+)  # of --train or --checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +69,7 @@ class Settings(Gin, Processes):
     draw: By default from the protocol.
     l2: A number or loo, heldout, mean_rank, mean_rank_others; by default from the protocol.
     shots: Examples per class; 'all' takes every one.
+    fractions: Shares of the examples of each class, beside --shots or, if that is not given, alone.
     seeds: One subset is drawn for each.
     layer: The checkpoints' representation.
     batch_size: Global batch of the extraction.
@@ -82,6 +91,7 @@ class Settings(Gin, Processes):
   draw: Annotated[str, OneOf(fewshot.DRAWS)] | None = None
   l2: Annotated[float | str, OneOf(fewshot.L2_RULES)] | None = None
   shots: tuple[Count | Literal['all'], ...] = (1, 5, 10, 25)
+  fractions: tuple[Annotated[float, '(0, 1)'], ...] = ()
   seeds: tuple[int, ...] = (0, 1, 2)
   layer: str = 'pre_logits'
   batch_size: Count = 256
@@ -114,7 +124,8 @@ class Settings(Gin, Processes):
     """Protocol, shots and seeds."""
     parts = {name: x for name, x in self.chosen('classifier', 'draw', 'l2').items() if x}
     protocol = dataclasses.replace(fewshot.PROTOCOLS[self.protocol], **parts)
-    return {'protocol': protocol, **self.chosen('shots', 'seeds')}
+    shots = self.shots if 'shots' in self.given or not self.fractions else ()
+    return {'protocol': protocol, 'shots': (*shots, *self.fractions), 'seeds': self.seeds}
 
 
 def run(settings: Settings) -> reporting.Report:
@@ -193,9 +204,9 @@ def _evaluate(
   run: str,
   data: Mapping[str, tuple[fewshot.Split, fewshot.Split]],
   protocol: fewshot.Protocol,
-  shots: Sequence[int | str],
+  shots: Sequence[float | str],
   seeds: Sequence[int],
-) -> dict[str, dict[int, fewshot.FewShotResult]]:
+) -> dict[str, dict[float, fewshot.FewShotResult]]:
   """{data set: {shots: result}} of a run."""
   most = max(int(np.unique(train.y, return_counts=True)[1].max()) for train, _ in data.values())
   shots = tuple(dict.fromkeys(most if n == 'all' else n for n in shots))
@@ -231,7 +242,7 @@ def read_results(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
         run, dataset, shots = key
         raise ValueError(
           f'--results={path} has a result of run {run!r} for {dataset}, '
-          f'{reporting.counted(shots, "shot")}, and so has '
+          f'{reporting.shots_text(shots)}, and so has '
           f'{of_key[key]}: leave one out, or repeat one call with other --names'
         )
       of_key[key] = path
@@ -281,7 +292,7 @@ def make_report(
     notes.append(f'Protocol{of}: {settings}.')
   if replaced:
     names = ', '.join(
-      f'{run} on {dataset}, {reporting.counted(n, "shot")}' for run, dataset, n in sorted(replaced)
+      f'{run} on {dataset}, {reporting.shots_text(n)}' for run, dataset, n in sorted(replaced)
     )
     notes.append(f'Results of this call replace results of --results: {names}.')
   tables = []
@@ -289,7 +300,7 @@ def make_report(
     lines = [
       (
         x['method'],
-        str(x['shots']),
+        reporting.shots_text(x['shots'], ''),
         reporting.cell(x['mean'], x['stderr'], spec='.4f'),
         str(x['num_cells']),
       )
@@ -299,7 +310,7 @@ def make_report(
     tables.append(reporting.Table('Average over data sets and settings', header, lines))
   if of_pairs:
     lines = [
-      (f'{x["run"]} - {x["baseline"]}', x['dataset'], str(x['shots']))
+      (f'{x["run"]} - {x["baseline"]}', x['dataset'], reporting.shots_text(x['shots'], ''))
       + (reporting.cell(x['mean'], x.get('stderr_rows'), spec='+.4f'),)
       + tuple(reporting.p_text(x.get(name)) for name in ('p_draws', 'p_rows', 'p_datasets'))
       for x in of_pairs
@@ -312,7 +323,7 @@ def make_report(
     )
   lowered = {  # what lowers an accuracy
     'Classes with fewer examples than shots (all their examples are used)': {
-      f'{x["dataset"]} with {x["shots"]} shots': x['classes_short'] for x in rows
+      f'{x["dataset"]} with {reporting.shots_text(x["shots"])}': x['classes_short'] for x in rows
     },
     'Test rows of classes without a training example (they count as wrong)': {
       x['dataset']: x['test_unseen'] for x in rows
@@ -323,7 +334,7 @@ def make_report(
       notes.append(f'{what}: {", ".join(found)}.')
   return reporting.Report(
     title='Few-shot linear evaluation',
-    introduction='Accuracy of a linear classifier fitted to a few examples per class.',
+    introduction='Accuracy of a linear classifier fitted to a few examples per class, or to a share of them.',
     rows=list(runs.values()),
     tables=tables,
     notes=notes,

@@ -8,7 +8,8 @@ evaluators by name. Differences from theirs are marked *.
    'random': the j-th example gets the j-th raw 64-bit output of
    `np.random.PCG64(np.random.SeedSequence([seed, c]))`; the class contributes the `shots` examples
    of smallest output, or all it has if fewer. For one seed the 1-shot subset lies within the 5-shot
-   one, and the draw of a class does not depend on the other classes.
+   one, and the draw of a class does not depend on the other classes. `shots` in (0, 1) are that
+   share of each class (*), at least one example: a stratified fraction of the labels.
    'first': the first `shots` examples of each class. The seeds have no effect.
 2. Fit (`classifier`). Features are standardised by the mean and (population deviation + 1e-5) of
    the subset; a feature constant over the subset is dropped (*). Over the classes that have at
@@ -93,7 +94,7 @@ PROTOCOLS = {
 class FewShotResult:
   """Accuracies at one number of shots."""
 
-  shots: int  # examples per class
+  shots: float  # examples per class, or their share below 1
   accuracies: tuple[float, ...]  # of the test split, in [0, 1], for each draw
   l2: tuple[float, ...]  # strength used for each draw
   classes_short: int  # classes of the training split with fewer examples than `shots`
@@ -142,12 +143,12 @@ def few_shot(
   test_y: np.ndarray,
   *,
   train_index: np.ndarray | None = None,
-  shots: Sequence[int] = (1, 5, 10, 25),
+  shots: Sequence[float] = (1, 5, 10, 25),
   seeds: Sequence[int] = (0, 1, 2),
   l2: float | str = 'loo',
   classifier: str = 'ridge',
   draw: str = 'random',
-) -> dict[int, FewShotResult]:
+) -> dict[float, FewShotResult]:
   """Runs the protocol above on one data set.
 
       >>> from sklearn.datasets import load_iris
@@ -160,7 +161,7 @@ def few_shot(
   Args:
     train_x, train_y, train_index: the split that subsets are drawn from, see `Split`.
     test_x, test_y: float [M, D] and int [M].
-    shots: examples per class, each >= 1.
+    shots: examples per class, each a whole number, or the share of each class in (0, 1).
     seeds: one subset is drawn for each; distinct, each >= 0. If every subset would have all
       examples, there is one.
     l2, classifier, draw: see `Protocol`; l2 is no rule over several data sets.
@@ -182,10 +183,10 @@ def few_shot_all(
   datasets: Mapping[str, tuple[Split, Split]],
   protocol: Protocol,
   *,
-  shots: Sequence[int] = (1, 5, 10, 25),
+  shots: Sequence[float] = (1, 5, 10, 25),
   seeds: Sequence[int] = (0, 1, 2),
   on_trial: Callable[[], None] = lambda: None,
-) -> dict[str, dict[int, FewShotResult]]:
+) -> dict[str, dict[float, FewShotResult]]:
   """Runs the protocol on data sets {name: (training split, test split)}, as `few_shot`; gives
   {name: {shots: FewShotResult}} and calls `on_trial` after each fit.
   """
@@ -233,25 +234,36 @@ class _Trial(NamedTuple):
   correct: np.ndarray  # bool [L, M]
 
 
+def count_of(shots: float, num_examples: Any) -> Any:
+  """How many of the examples of a class, or of each [K], are drawn, where there are enough."""
+  if shots >= 1:
+    return int(shots)
+  return np.maximum(np.rint(shots * np.asarray(num_examples)), 1).astype(int)
+
+
 def used_seeds(
-  protocol: Protocol, seeds: Sequence[int], num_shots: int, y: np.ndarray
+  protocol: Protocol, seeds: Sequence[int], num_shots: float, y: np.ndarray
 ) -> Sequence[int]:
   """The seeds that make a difference for the labels of a training split.
 
   All of them give the same subset with `draw` 'first', or if it has all examples.
   """
   _, counts = np.unique(y, return_counts=True)
-  return seeds[:1] if protocol.draw == 'first' or (counts <= num_shots).all() else seeds
+  return (
+    seeds[:1]
+    if protocol.draw == 'first' or (counts <= count_of(num_shots, counts)).all()
+    else seeds
+  )
 
 
 def _trial(
   train: Split,
   test: Split,
   protocol: Protocol,
-  num_shots: int,
+  num_shots: float,
   drawn: Sequence[np.ndarray],
 ) -> _Trial:
-  subset = np.concatenate([rows[:num_shots] for rows in drawn])
+  subset = np.concatenate([rows[: count_of(num_shots, len(rows))] for rows in drawn])
   x = train.x[subset]
   y = train.y[subset]
   model = ridge.decompose(x, y) if protocol.classifier == 'ridge' else logistic.Logistic(x, y)
@@ -260,7 +272,9 @@ def _trial(
   elif protocol.l2 == 'loo' and isinstance(model, ridge.Ridge):  # `Protocol` has no other
     l2s = np.array([leave_one_out_l2(model, x, y)])
   elif protocol.l2 == 'heldout':
-    rows = _limited(np.concatenate([rows[num_shots : 2 * num_shots] for rows in drawn]))
+    counts = [count_of(num_shots, len(rows)) for rows in drawn]
+    after = [rows[n : 2 * n] for rows, n in zip(drawn, counts, strict=True)]
+    rows = _limited(np.concatenate(after))
     predict = functools.partial(model.predict, train.x[rows], L2_GRID)
     l2s = np.array([_best_l2(predict, train.y[rows], L2_GRID)])
   else:
@@ -268,14 +282,14 @@ def _trial(
   return _Trial(l2s, model.predict(test.x, l2s) == test.y)
 
 
-def _result(num_shots: int, trials: Sequence[_Trial], train: Split, test: Split) -> FewShotResult:
+def _result(num_shots: float, trials: Sequence[_Trial], train: Split, test: Split) -> FewShotResult:
   classes, counts = np.unique(train.y, return_counts=True)
   correct = np.concatenate([trial.correct for trial in trials])  # [draws, M]
   return FewShotResult(
     shots=num_shots,
     accuracies=tuple(map(float, correct.mean(axis=1))),
     l2=tuple(float(trial.l2[0]) for trial in trials),
-    classes_short=int(np.sum(counts < num_shots)),
+    classes_short=int(np.sum(counts < count_of(num_shots, counts))),
     test_unseen=int(np.sum(~np.isin(test.y, classes))),
     correct=correct,
     test_index=test.index,
@@ -350,11 +364,13 @@ def _index(split: Split) -> np.ndarray:
 
 
 def check_settings(
-  shots: Sequence[int], seeds: Sequence[int], l2: float | str, num_datasets: int = 1
+  shots: Sequence[float], seeds: Sequence[int], l2: float | str, num_datasets: int = 1
 ) -> None:
   """Raises ValueError, in one sentence, for settings that `few_shot_all` cannot use."""
-  if not shots or min(shots) < 1:
-    raise ValueError(f'shots={tuple(shots)} must be one or more numbers >= 1.')
+  if not shots or not all(n > 0 and (n < 1 or n == int(n)) for n in shots):
+    raise ValueError(
+      f'shots={tuple(shots)} must be one or more whole numbers >= 1, or shares in (0, 1).'
+    )
   if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
     raise ValueError(f'seeds={tuple(seeds)} must be one or more distinct numbers >= 0.')
   Protocol(l2=l2)

@@ -3,7 +3,7 @@
 import importlib
 
 _MODULES = {  # imported on first use: tables need no matplotlib
-  'columns': ('Table', 'cell', 'counted', 'p_text'),
+  'columns': ('Table', 'cell', 'counted', 'p_text', 'shots_text'),
   'pictures': ('covariance_png', 'examples_png', 'thumbnail_png'),
   'plots': (
     'curve_pngs',

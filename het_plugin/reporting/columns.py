@@ -113,7 +113,7 @@ def _tables(row: Row) -> dict[str, Row]:
   """The further tables of a row, few-shot accuracies among them."""
   found = dict(row.get('tables', {}))
   for dataset, by_shots in row.get('fewshot', {}).items():
-    titles = {n: counted(n, 'shot') for n in sorted(by_shots)}
+    titles = {n: shots_text(n) for n in sorted(by_shots)}
     errors = row.get('fewshot_stderr', {}).get(dataset, {})
     found[f'few-shot accuracy {dataset}'.strip()] = {
       **{title: by_shots[n] for n, title in titles.items()},
@@ -137,7 +137,7 @@ def _column(name: str, rows: Sequence[Row], compared: int) -> tuple[str, list[st
   stderr = [(row.get('stderr') or {}).get(name) for row in rows]
   values = [row.get(name) for row in rows]
   field = _FIELDS.get(name) or _Field(name, _spec(values, stderr))
-  if re.fullmatch(r'[\d,]+ shots?', name):
+  if re.fullmatch(r'[\d,]+ shots?|[\d.]+%', name):
     field = _Field(name, '.3f', max)
   printed = [cell(value, spec=field.spec) for value in values[:compared]]
   present = [text for text in printed if text != _MISSING]
@@ -174,6 +174,13 @@ def _ordered_fields(rows: Sequence[Row]) -> list[str]:
 def counted(number: int, noun: str) -> str:
   """'1 seed', '2 seeds'."""
   return f'{number:,} {noun}{"s" * (number != 1)}'
+
+
+def shots_text(shots: float, noun: str = 'shot') -> str:
+  """'1 shot', '5 shots'; '2.5%' for a share of each class. Without a noun '1', '5', '2.5%'."""
+  if shots < 1:
+    return f'{100 * shots:g}%'
+  return counted(int(shots), noun) if noun else str(int(shots))
 
 
 def p_text(p: float | None) -> str:

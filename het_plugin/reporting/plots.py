@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from het_plugin.reporting import style
-from het_plugin.reporting.columns import Row
+from het_plugin.reporting.columns import Row, shots_text
 
 Curves = Mapping[str, Mapping[str, Sequence[float]]]
 
@@ -211,7 +211,7 @@ def shots_png(rows: Sequence[Row]) -> bytes:
         )
     shots = sorted({n for row in rows for n in row['fewshot'].get(dataset, ())})
     panel.set_xscale('log')
-    panel.set_xticks(shots, map(str, shots))
+    panel.set_xticks(shots, [shots_text(n, '') for n in shots])
     panel.minorticks_off()
     panel.set_title(dataset, loc='left', fontsize=11)
     panel.set(xlabel='shots', ylabel='accuracy')

@@ -294,3 +294,24 @@ def test_wrong_data_are_one_sentence(files, digits_run, run_main, tmp_path):
   assert "of this program: KeyError('mean')" in run_main(fewshot, f'--results={earlier}', code=2)
   earlier.write_text('[' * 100_000)
   assert 'of this program: RecursionError' in run_main(fewshot, f'--results={earlier}', code=2)
+
+
+def test_fractions_are_shares_of_each_class(files, run_main, tmp_path):
+  out = tmp_path / 'out.json'
+  both = *pair(files, 'clean'), *pair(files, 'noisy'), '--names=clean,noisy'
+  printed = run_main(
+    fewshot, *both, '--fractions=0.05,0.25', f'--json={out}', f'--html={tmp_path / "page.html"}'
+  )
+  assert printed.splitlines()[2].split() == ['run', '5%', '25%']
+  rows = rows_of(out)
+  assert {shots for *_, shots in rows} == {0.05, 0.25}
+  x, y, *test = arrays(files, 'clean')
+  rare = np.concatenate([np.flatnonzero(y == 3)[:3], np.flatnonzero(y != 3)])  # 3 of a class
+  result = few_shot(x[rare], y[rare], *test, shots=(0.25, 1))
+  assert result[0.25].mean > result[1].mean and result[0.25].classes_short == 0
+  one_each = few_shot(x[rare], y[rare], *test, shots=(0.001,))[0.001]
+  assert one_each.accuracies == result[1].accuracies
+  found = json.loads(out.read_text())['differences']
+  assert [d['shots'] for d in found] == [0.05, 0.25] and found[1]['stderr_rows'] > 0
+  run_main(fewshot, *both, '--fractions=0.5', '--shots=1', f'--json={out}')
+  assert {shots for *_, shots in rows_of(out)} == {1, 0.5}
