@@ -38,15 +38,8 @@ Row = Mapping[str, Any]
 _KEY = operator.itemgetter('run', 'dataset', 'shots')
 _SHOWN = ('run', 'dataset', 'shots', 'mean', 'stderr', 'classes_short', 'test_unseen')
 _OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size')  # flags that belong to --checkpoint
-_OF_FITS = (
-  'protocol',
-  'classifier',
-  'draw',
-  'l2',
-  'shots',
-  'fractions',
-  'seeds',
-)  # of --train or --checkpoint
+# Flags of --train or --checkpoint.
+_OF_FITS = ('protocol', 'classifier', 'draw', 'l2', 'shots', 'fractions', 'seeds')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -334,7 +327,7 @@ def make_report(
       notes.append(f'{what}: {", ".join(found)}.')
   return reporting.Report(
     title='Few-shot linear evaluation',
-    introduction='Accuracy of a linear classifier fitted to a few examples per class, or to a share of them.',
+    introduction='Accuracy of a linear classifier fitted to a few examples of each class.',
     rows=list(runs.values()),
     tables=tables,
     notes=notes,

@@ -249,11 +249,8 @@ def used_seeds(
   All of them give the same subset with `draw` 'first', or if it has all examples.
   """
   _, counts = np.unique(y, return_counts=True)
-  return (
-    seeds[:1]
-    if protocol.draw == 'first' or (counts <= count_of(num_shots, counts)).all()
-    else seeds
-  )
+  takes_all = (counts <= count_of(num_shots, counts)).all()
+  return seeds[:1] if protocol.draw == 'first' or takes_all else seeds
 
 
 def _trial(
