@@ -39,6 +39,11 @@ class Mlp(nn.Module):
     """D of the last layer; None without layers, where it is the number of features."""
     return self.hidden_layers[-1] if self.hidden_layers else None
 
+  @property
+  def explicit_axes(self) -> bool:
+    """Whether it takes arrays of explicit shardings, which flax's dropout does not."""
+    return not self.dropout_rate
+
   @nn.compact
   def __call__(
     self, image: jax.Array, train: bool = False

@@ -148,6 +148,13 @@ class ClassificationModel:
 
     return ImageFeatureConverter
 
+  @property
+  def explicit_axes(self) -> bool:
+    """Whether it takes arrays of explicit shardings (`jax.sharding.AxisType`), as its backbone
+    says; heads do.
+    """
+    return getattr(self.backbone, 'explicit_axes', False)
+
   def validate(self, task_info: Any) -> None:
     """Raises ValueError if the head does not fit the task, a `data.TaskInfo`."""
     if getattr(task_info, 'num_classes', None) is None:
@@ -198,7 +205,9 @@ class ClassificationModel:
     dropout_rng, noise_rng = jax.random.split(dropout_rng)
     if self.fixed_draws:
       noise_rng = jax.random.key(0)
-    rngs = {'dropout': jax.random.fold_in(dropout_rng, index[0])}
+    # index[0], which jax 0.10 does not take where the rows have an explicit sharding
+    first = jnp.where(jnp.arange(len(index)) == 0, index, 0).sum()
+    rngs = {'dropout': jax.random.fold_in(dropout_rng, first)}
     (logits, _), auxiliary_loss, auxiliary = batches.apply_in_training(
       self.module, params, batch['image'], rngs=rngs
     )

@@ -85,7 +85,9 @@ class DisagreementCorrelation(clu_metrics.Metric):
     real = mask * (target.sum(-1) > 0)
     of_model = member(jnp.exp(log_prob))
     of_people = member(target)
-    return cls(count=jnp.einsum('bi,bj,b->ij', of_model, of_people, real))  # [bins, bins]
+    # A sum, because JAX wants to be told the result of a product over an axis of explicit shards.
+    pairs = of_model[:, :, None] * of_people[:, None, :] * real[:, None, None]  # [B, bins, bins]
+    return cls(count=pairs.sum(axis=0))
 
   def merge(self, other: 'DisagreementCorrelation') -> 'DisagreementCorrelation':
     return dataclasses.replace(self, count=self.count + other.count)

@@ -14,7 +14,7 @@ import numpy as np
 from flax import traverse_util
 from flax.linen import partitioning as flax_partitioning
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from het_plugin.system import processes
 from het_plugin.training import optimizers
@@ -108,6 +108,7 @@ class PjitPartitioner:
 
   Attributes:
     mesh: the device mesh.
+    is_explicit: whether it has explicit axes.
     logical_axis_rules: (logical axis name, mesh axis or axes or None), the first match counts.
     data_partition_spec: PartitionSpec of a batch.
     data_shards: number of shards of a batch, over the replica and data axes.
@@ -121,6 +122,7 @@ class PjitPartitioner:
     logical_axis_rules: LogicalAxisRules | None = None,
     devices: Sequence[jax.Device] | None = None,
     num_replicas: int = 1,
+    explicit: bool = False,
   ):
     """Sets up the mesh; compiles nothing.
 
@@ -131,6 +133,10 @@ class PjitPartitioner:
       logical_axis_rules: defaults to `standard_logical_axis_rules()`.
       devices: defaults to all devices of all processes.
       num_replicas: size of the replica axis, such as the number of TPU slices; 1 for no such axis.
+      explicit: whether the axes of the mesh are explicit, as `jax.make_mesh` makes them: shardings
+        are then part of the types of the state, the batch and the metrics. A model that has the
+        attribute `explicit_axes` gets such arrays in `loss_fn` and `eval_fn`; for others, and for
+        the optimizer, the compiler shards what is in between.
     """
     if num_partitions is not None and model_parallel_submesh is not None:
       raise ValueError(
@@ -167,7 +173,8 @@ class PjitPartitioner:
       # Experts are split over 'data', so their tokens stay within a replica.
       replicated = {('batch', 'data'): ('replica', 'data'), ('expert_group', None): 'replica'}
       rules = [(name, replicated.get((name, axis), axis)) for name, axis in rules]
-    self._take(Mesh(_mesh_devices(devices, shape), names), rules)
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    self._take(Mesh(_mesh_devices(devices, shape), names, axis_types=(kind,) * len(names)), rules)
 
   @classmethod
   def on_mesh(cls, mesh: Mesh, logical_axis_rules: LogicalAxisRules) -> 'PjitPartitioner':
@@ -185,6 +192,7 @@ class PjitPartitioner:
             f'{", ".join(map(repr, mesh.axis_names))} and None.'
           )
     self.mesh = mesh
+    self.is_explicit = AxisType.Explicit in mesh.axis_types
     self.logical_axis_rules = tuple(rules)
     # All axes but the last cut the batch. Devices along the model axis get the same rows and
     # compute different classes of them.
@@ -217,12 +225,20 @@ class PjitPartitioner:
   ) -> PartitionedFn:
     """Jits `fn` with the given PartitionSpecs or prefixes of trees of them (None: replicated)."""
     jitted = jax.jit(
-      fn,
+      self._with_automatic_axes(fn, out_axis_resources),
       in_shardings=self.shardings(in_axis_resources),
       out_shardings=self.shardings(out_axis_resources),
       donate_argnums=donate_argnums,
     )
     return PartitionedFn(jitted, self.context)
+
+  def _with_automatic_axes(
+    self, fn: Callable[..., Any], out_axis_resources: PyTree
+  ) -> Callable[..., Any]:
+    """`fn` as it is, or on a mesh with explicit axes with its arrays sharded by the compiler."""
+    if not self.is_explicit:
+      return fn
+    return jax.sharding.auto_axes(fn, out_sharding=self.shardings(out_axis_resources))
 
   def check_batch_size(self, batch_size: int, num_microbatches: int = 1) -> None:
     """Raises ValueError unless every microbatch spreads evenly over the data axis."""

@@ -6,6 +6,7 @@ of real rows in the batch. A model whose loss compares examples with each other 
 `needs_whole_batch`.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import optax
 from flax.linen import partitioning as flax_partitioning
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from het_plugin.system import ranges
 from het_plugin.system.ranges import Count, Pattern
@@ -145,6 +147,40 @@ def apply_grads(
   ), metrics
 
 
+def with_explicit_axes(
+  model: Any, partitioner: partitioning.PjitPartitioner, params_axes: PyTree
+) -> Any:
+  """A copy of the model whose `loss_fn` and `eval_fn` get arrays with explicit shardings.
+
+  Parameters that are split over the axes of the batch, too, are gathered first: a product with the
+  batch would have no sharding.
+  """
+  batch_axes = partitioner.data_partition_spec
+  of_batch = {*jax.tree.leaves(tuple(batch_axes))}
+
+  def is_kept(axes: Any) -> bool:
+    return of_batch.isdisjoint(jax.tree.leaves(axes))
+
+  def gathered(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(axes if is_kept(axes) else None for axes in spec))
+
+  all_rules = partitioner.logical_axis_rules
+  rules = [(name, axes) for name, axes in all_rules if name == 'batch' or is_kept(axes)]
+  params_axes = jax.tree.map(gathered, params_axes, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+  def explicit(fn: Callable[..., Any], *in_axes: PyTree) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+      with flax_partitioning.axis_rules(rules):
+        return fn(*args)
+
+    return jax.sharding.explicit_axes(run, in_sharding=in_axes)
+
+  changed = copy.copy(model)
+  changed.loss_fn = explicit(model.loss_fn, params_axes, batch_axes, PartitionSpec())
+  changed.eval_fn = explicit(model.eval_fn, params_axes, batch_axes)
+  return changed
+
+
 class Trainer:
   """The partitioned steps of one model.
 
@@ -183,6 +219,9 @@ class Trainer:
         "compares every example with the whole batch. To save memory set the backbones' remat."
       )
     self.num_microbatches = num_microbatches
+    # On a mesh with explicit axes, steps have automatic ones (`PjitPartitioner.partition`).
+    if partitioner.is_explicit and getattr(model, 'explicit_axes', False):
+      model = with_explicit_axes(model, partitioner, train_state_axes.params)
     self._model = model
     # Optimizers that are not ours start the noise with the run.
     self._late_noise = getattr(train_state_axes.optimizer_def, 'late_noise', None)

@@ -1,9 +1,12 @@
+import contextlib
 import functools
+import re
 
 import jax
 import numpy as np
 import pytest
 
+from het_plugin import backbones, heads, integrate, models
 from het_plugin.training import flops, optimizers, partitioning
 from het_plugin.training import metrics as metrics_lib
 from het_plugin.training import step as step_lib
@@ -64,6 +67,62 @@ def test_parameters_split_over_data_agree():
 def test_microbatches_change_nothing(real_rows=5):
   """The microbatches have 4, 1, 0 and 0 real rows."""
   assert_same(train(4, 4, real_rows=real_rows), train(4, real_rows=real_rows))
+
+
+class TypedHead(heads.HetXL):
+  """Makes logits of explicit shardings, without a word between devices about classes."""
+
+  def __call__(self, phi):
+    forbidden = getattr(jax.sharding, 'no_collectives', lambda axes: contextlib.nullcontext())
+    with forbidden({'model'}):
+      logits = super().__call__(phi)
+    sharding = jax.typeof(logits.location).sharding
+    if 'model' in sharding.mesh.explicit_axes:
+      assert sharding.spec == jax.sharding.PartitionSpec('data', 'model')
+      TYPED.append(logits)
+    return logits
+
+
+TYPED = []
+
+
+def explicit_step(model, explicit):
+  """(parameters after two steps, loss, loss of an evaluation, compiled step) on 4 x 2 devices."""
+  partitioner = partitioning.PjitPartitioner(
+    2,
+    logical_axis_rules=partitioning.standard_logical_axis_rules(parameter_partitioning_dims=2),
+    explicit=explicit,
+  )
+  axes, state = toy.initial_state(model, partitioner, jax.random.key(1))
+  steps = step_lib.Trainer(model, partitioner, axes, jax.random.key(2), num_microbatches=2)
+  batch = toy.make_batch(np.arange(BATCH), np.arange(BATCH) < BATCH - 3)
+  batch = partitioner.shard_batch(batch, BATCH)
+  text = steps.trace_train(state, batch).lower().compile().as_text()
+  for _ in range(2):
+    state, metrics = steps.train_step(state, batch)
+  losses = metrics, steps.eval_step(state, batch)
+  values = [metrics_lib.compute_metrics(jax.device_get(x))['loss'] for x in losses]
+  return jax.device_get(state.params), *values, text
+
+
+@pytest.mark.parametrize('kind', ['automatic', pytest.param('explicit', marks=pytest.mark.slow)])
+def test_a_mesh_of_explicit_axes_changes_no_bit(kind):
+  """With a model that knows nothing of them, and one of 512 classes whose logits have types; the
+  parameters are split over both axes.
+  """
+  model = toy.ToyModel()
+  if kind == 'explicit':
+    rule = integrate.Integrator(num_samples=2)
+    head = TypedHead(num_classes=512, num_factors=2)
+    model = models.ClassificationModel(backbones.Mlp((12,)), head, model.optimizer_def, rule, rule)
+  TYPED.clear()
+  *expected, _ = explicit_step(model, False)
+  assert not TYPED
+  *found, text = explicit_step(model, True)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  assert bool(TYPED) == (kind == 'explicit')
+  gathered = re.findall(r'\[([\d,]+)\]\S* all-gather\(', text)
+  assert gathered and not [shape for shape in gathered if '512' in shape.split(',')]
 
 
 def test_frozen_parameters_cost_no_backward_pass():
