@@ -24,6 +24,12 @@ def commands() -> dict[str, str]:
   return {path.stem: path.open().readline().strip().strip('"') for path in files}
 
 
+def alias(module: str, command: str) -> None:
+  """Runs a command if its module is the program, `python -m het_plugin.train`."""
+  if module == '__main__':
+    main(command)
+
+
 def main(command: str | None = None) -> None:
   """Runs the command, or the first word of the command line."""
   known = commands()

@@ -1,6 +1,5 @@
-"""het-plugin audit"""
+"""python -m het_plugin.audit is het-plugin audit."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('audit')
+alias(__name__, 'audit')

@@ -1,6 +1,5 @@
-"""het-plugin evaluate"""
+"""python -m het_plugin.evaluate is het-plugin evaluate."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('evaluate')
+alias(__name__, 'evaluate')

@@ -1,6 +1,5 @@
-"""het-plugin export"""
+"""python -m het_plugin.export is het-plugin export."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('export')
+alias(__name__, 'export')

@@ -1,6 +1,5 @@
-"""het-plugin fewshot"""
+"""python -m het_plugin.fewshot is het-plugin fewshot."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('fewshot')
+alias(__name__, 'fewshot')

@@ -1,6 +1,5 @@
-"""het-plugin finetune"""
+"""python -m het_plugin.finetune is het-plugin finetune."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('finetune')
+alias(__name__, 'finetune')

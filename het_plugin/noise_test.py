@@ -1,6 +1,5 @@
-"""het-plugin noise_test"""
+"""python -m het_plugin.noise_test is het-plugin noise_test."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('noise_test')
+alias(__name__, 'noise_test')

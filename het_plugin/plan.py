@@ -1,6 +1,5 @@
-"""het-plugin plan"""
+"""python -m het_plugin.plan is het-plugin plan."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('plan')
+alias(__name__, 'plan')

@@ -1,6 +1,5 @@
-"""het-plugin predict"""
+"""python -m het_plugin.predict is het-plugin predict."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('predict')
+alias(__name__, 'predict')

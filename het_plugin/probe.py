@@ -1,6 +1,5 @@
-"""het-plugin probe"""
+"""python -m het_plugin.probe is het-plugin probe."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('probe')
+alias(__name__, 'probe')

@@ -1,6 +1,5 @@
-"""het-plugin quickstart"""
+"""python -m het_plugin.quickstart is het-plugin quickstart."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('quickstart')
+alias(__name__, 'quickstart')

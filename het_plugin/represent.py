@@ -1,6 +1,5 @@
-"""het-plugin represent"""
+"""python -m het_plugin.represent is het-plugin represent."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('represent')
+alias(__name__, 'represent')

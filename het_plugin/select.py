@@ -1,6 +1,5 @@
-"""het-plugin select"""
+"""python -m het_plugin.select is het-plugin select."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('select')
+alias(__name__, 'select')

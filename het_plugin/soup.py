@@ -1,6 +1,5 @@
-"""het-plugin soup"""
+"""python -m het_plugin.soup is het-plugin soup."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('soup')
+alias(__name__, 'soup')

@@ -1,6 +1,5 @@
-"""het-plugin status"""
+"""python -m het_plugin.status is het-plugin status."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('status')
+alias(__name__, 'status')

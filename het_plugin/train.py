@@ -1,6 +1,5 @@
-"""het-plugin train"""
+"""python -m het_plugin.train is het-plugin train."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('train')
+alias(__name__, 'train')

@@ -1,6 +1,5 @@
-"""het-plugin zeroshot"""
+"""python -m het_plugin.zeroshot is het-plugin zeroshot."""
 
-if __name__ == '__main__':
-  from het_plugin.__main__ import main
+from het_plugin.__main__ import alias
 
-  main('zeroshot')
+alias(__name__, 'zeroshot')

@@ -29,7 +29,7 @@ from het_plugin.evaluation.zeroshot_datasets import (
   run_tokenizer,
 )
 from het_plugin.measures import comparison
-from het_plugin.runs.opening import PUBLISHED_PAIRS, GinSettings
+from het_plugin.runs.opening import PUBLISHED_PAIRS
 from het_plugin.runs.run import default_split
 from het_plugin.system.ranges import Count
 
@@ -94,15 +94,7 @@ def run(settings: Settings) -> reporting.Report:
   """Accuracies and recalls of all runs, and of groups."""
   sources = choose_runs(settings.checkpoint, settings.names, settings.group)
   settings.join()
-  rows = evaluate(
-    sources,
-    settings.gin,
-    settings.dataset,
-    settings.chosen(*_OF_DATASETS),
-    settings.batch_size,
-    settings.samples,
-  )
-  return make_report(rows)
+  return make_report(evaluate(sources, settings))
 
 
 class Compared(NamedTuple):
@@ -170,31 +162,27 @@ def check_changes(chosen: Sequence[ZeroShotDataset], changes: Mapping[str, Any])
       raise ValueError(f'--{given[0]} is for data sets of {what}, and --dataset has none')
 
 
-def evaluate(
-  sources: Sequence[Compared],
-  gin_settings: GinSettings,
-  datasets: Sequence[str] | None,
-  changes: Mapping[str, Any],
-  batch_size: int,
-  num_samples: int,
-) -> list[dict[str, Any]]:
-  """A row of results for each checkpoint and data set; arguments as in `choose_datasets`."""
+def evaluate(sources: Sequence[Compared], settings: Settings) -> list[dict[str, Any]]:
+  """A row of results for each checkpoint and data set."""
+  changes = settings.chosen(*_OF_DATASETS)
+  num_samples = settings.samples
   rows = []
   opened = []
   # All checkpoints are found before the first one is evaluated.
   for source in sources:
-    config = runs.configuration(source.checkpoint, *gin_settings, published=PUBLISHED_PAIRS)
+    config = runs.configuration(source.checkpoint, *settings.gin, published=PUBLISHED_PAIRS)
     model = config.argument('model')
     with naming(f'--checkpoint={source.checkpoint}'):
       check_model(model, num_samples)
       tokenizer = run_tokenizer(config.argument('train_dataset_cfg'))
       model.validate(tokenizer)  # reads its vocabulary
-    chosen = choose_datasets(datasets, config.bindings('ZeroShotAction').get('datasets'), changes)
+    bound = config.bindings('ZeroShotAction').get('datasets')
+    chosen = choose_datasets(settings.dataset, bound, changes)
     check_changes(chosen, changes)
     opened.append((source, config, tokenizer, chosen))
   for source, config, tokenizer, chosen in opened:
     run = config.open()
-    evaluator = ZeroShotEvaluator(tokenizer, batch_size, num_samples)
+    evaluator = ZeroShotEvaluator(tokenizer, settings.batch_size, num_samples)
     sizes = [evaluator.check(run, dataset) for dataset in chosen]
     about = {'checkpoint': run.checkpoint, 'step': run.step, 'samples': num_samples}
     for dataset, size in zip(chosen, sizes, strict=True):

@@ -181,7 +181,7 @@ def test_the_root_holds_names_of_commands():
   names = {path.stem for path in PACKAGE.glob('commands/[a-z]*.py')}
   assert {path.stem for path in PACKAGE.glob('*.py')} == names | {'__init__', '__main__', 'nnx'}
   for name in names:
-    assert f"main('{name}')" in (PACKAGE / f'{name}.py').read_text()
+    assert f"alias(__name__, '{name}')" in (PACKAGE / f'{name}.py').read_text()
 
 
 def test_the_gin_tree_is_no_package():
