@@ -19,7 +19,7 @@ tau.
     python -m benchmarks.integrator --classes 1000000 [--heads det,het_h,het_xl] [--memory_only]
 
 From `MANY_CLASSES` on there is no paper's procedure to compare with. A row is then our loss and
-gradient with all classes at one time, or in tiles of --class_tile classes. Both take turns.
+gradient with all classes at one time, or in tiles with --max_bytes. Both take turns.
 What needs more than --limit_gb is not run, and has no seconds; with --memory_only nothing is.
 
 Two minutes for one head and link on two CPU cores; seconds with --dim 32 --classes 100
@@ -48,8 +48,8 @@ from het_plugin.integrate import (
   LowRank,
   example_keys,
 )
-from het_plugin.integrate.exact import marginals
 from het_plugin.integrate.integrator import multi_hot
+from het_plugin.integrate.sigmoid import marginals
 
 HEADS = ('det', 'het', 'het_h', 'het_xl')
 CLIP = 1e-7  # of the reference implementation's probabilities
@@ -82,7 +82,7 @@ def make_arguments(args, head):
   if args.noise is None:
     return x
   buckets = jnp.asarray(class_buckets(args.classes, args.dim))
-  _, variance = marginals(make_logits(head, 'softmax', x, buckets), 2**28)
+  _, variance = marginals(make_logits(head, 'softmax', x, buckets))
   factor = args.noise / jnp.sqrt(variance.mean())
   return x | {name: factor * x[name] for name in ('scale', 'diag')}
 
@@ -323,13 +323,9 @@ def module_of(args, head, link, num_classes):
 def many_classes(args, head, link, num_classes, num_samples):
   """Rows of a head's loss and gradient by its parameters and phi, timed in turns."""
   module = module_of(args, head, link, num_classes)
-  # Without an end of its budget, `Integrator` takes all classes at one time.
-  ways = {'at once': {'chunk_bytes': 2**50}}
-  if head != 'het':  # its noise is itself [B, K]
-    ways['in tiles'] = {'class_tile': args.class_tile}
+  ways = {'at once': 2**50, 'in tiles': args.max_bytes}
   losses = {
-    way: loss_of(module, Integrator(num_samples, chunk_size=32, **settings))
-    for way, settings in ways.items()
+    way: loss_of(module, Integrator(num_samples, max_bytes=budget)) for way, budget in ways.items()
   }
   phi = jax.ShapeDtypeStruct((args.batch, args.dim), jnp.float32)
   params = jax.eval_shape(module.init, jax.random.key(0), phi)['params']
@@ -423,7 +419,7 @@ def main():
     help='standard deviations of the logits over tau, for --equal_accuracy; else as it is drawn',
   )
   parser.add_argument(
-    '--class_tile', type=int, default=512, help='of many classes: those of a tile'
+    '--max_bytes', type=int, default=2**26, help='of many classes: the budget of tiles'
   )
   parser.add_argument(
     '--memory_only', action='store_true', help='of many classes: compile, and run nothing'
@@ -438,7 +434,7 @@ def main():
   if max(args.classes) >= MANY_CLASSES:
     unread = ('sampler', 'trials')
   else:
-    unread = ('class_tile', 'memory_only', 'limit_gb')
+    unread = ('max_bytes', 'memory_only', 'limit_gb')
     unread += ('sampler', 'samples') if args.equal_accuracy else ()
   if given := [name for name in unread if getattr(args, name) != parser.get_default(name)]:
     parser.error(f'--{given[0]} has no effect with these --classes or --equal_accuracy')

@@ -21,7 +21,7 @@ from flax import traverse_util
 from flax.linen import partitioning
 
 from het_plugin import heads
-from het_plugin.integrate import Draws, GaussianLogits, Integrator, Location, exact, shared_key
+from het_plugin.integrate import Draws, GaussianLogits, Integrator, Location, shared_key, sigmoid
 
 PyTree = dict
 ROW_MULTIPLE = 16  # of the rows of a block, which the data axis of a mesh divides
@@ -128,10 +128,10 @@ class Model:
     if self.link == 'softmax':
       log_p = self.integrator.log_prob(logits, keys)[:, : self.num_classes]
       return -jnp.where(target > 0, target * log_p, 0.0).sum(-1)
-    mean, variance = exact.marginals(logits, self.integrator.chunk_bytes)
+    mean, variance = sigmoid.marginals(logits)
     mean = mean[:, : self.num_classes]
     variance = variance[:, : self.num_classes]
-    return -exact.log_expected_sigmoid(jnp.where(target > 0, mean, -mean), variance).sum(-1)
+    return -sigmoid.log_expected_sigmoid(jnp.where(target > 0, mean, -mean), variance).sum(-1)
 
   def log_prob(self, params: PyTree, x: jax.Array) -> jax.Array:
     """log p(k | x) [B, K], or log p(y_k = 1 | x) for the sigmoid link."""

@@ -1,7 +1,8 @@
 """Gaussian logits, and the expectation of their softmax or sigmoid."""
 
+from het_plugin.integrate.classes import top_class
 from het_plugin.integrate.cross_entropy import cross_entropy
-from het_plugin.integrate.draws import Draws
+from het_plugin.integrate.directions import Draws
 from het_plugin.integrate.gaussian import (
   LINKS,
   REMAINDERS,
@@ -16,13 +17,11 @@ from het_plugin.integrate.gaussian import (
 )
 from het_plugin.integrate.integrator import (
   METHODS,
-  ORDERS,
   Integrator,
+  Location,
   entropy,
   multi_hot,
 )
-from het_plugin.integrate.location import Location
-from het_plugin.integrate.order import pick_order
 from het_plugin.integrate.samplers import (
   SAMPLERS,
   example_keys,
@@ -30,7 +29,6 @@ from het_plugin.integrate.samplers import (
   shared_key,
   sobol,
 )
-from het_plugin.integrate.tiles import top_class
 
 CONFIGURABLES = {
   'integrator': ('Integrator',),
@@ -38,17 +36,11 @@ CONFIGURABLES = {
 }
 # Settings that may change between two starts of a run without changing its results
 # (config/changes.py).
-SAME_RESULTS = (
-  'Integrator.order',
-  'Integrator.class_tile',
-  'Integrator.chunk_size',
-  'Integrator.chunk_bytes',
-)
+SAME_RESULTS = ('Integrator.max_bytes',)
 
 __all__ = [
   'LINKS',
   'METHODS',
-  'ORDERS',
   'REMAINDERS',
   'SAMPLERS',
   'Draws',
@@ -66,7 +58,6 @@ __all__ = [
   'iid',
   'mirrored',
   'multi_hot',
-  'pick_order',
   'project',
   'shared_key',
   'sobol',

@@ -72,6 +72,19 @@ class LowRank:
     """V(x) as an array [B, R, Q]."""
     return self.loading if self.scale is None else self.loading * self.scale[:, None]
 
+  def factors(self) -> jax.Array:
+    """V(x), and d(x) if it is one more factor, [B, R + 1, Q]."""
+    if self.remainder == 'diag':
+      return self.dense_loading()
+    return jnp.concatenate([self.dense_loading(), self.diag[:, None]], axis=1)
+
+  def variances(self) -> jax.Array:
+    """Var(eps_q), [B, Q]."""
+    variance = jnp.square(self.loading).sum(-2)  # [Q] where all examples share J, or [B, Q]
+    if self.scale is not None:
+      variance = variance * jnp.square(self.scale)
+    return variance + jnp.square(self.diag)
+
 
 @struct.dataclass
 class Linear:
@@ -166,8 +179,7 @@ class GaussianLogits:
         'factors() needs a covariance with remainder="rank_one" and a known projection; got '
         f'covariance={self.covariance is not None}, projection={type(self.projection).__name__}'
       )
-    projected = project(self.noise, self.projection)
-    return jnp.concatenate([projected.dense_loading(), projected.diag[:, None]], axis=1)
+    return project(self.noise, self.projection).factors()
 
 
 def checked(logits: GaussianLogits) -> GaussianLogits:

@@ -37,19 +37,25 @@ one: the fit takes the one along the direction that moves the label, and the sam
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from het_plugin.integrate.draws import HIGHEST, principal_directions
-from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Hashed, Linear, LowRank, project
+from het_plugin.integrate.classes import (
+  Classes,
+  Tile,
+  Tiling,
+  best_of,
+  best_of_shards,
+  fold,
+  noisy_classes,
+)
+from het_plugin.integrate.directions import HIGHEST, principal_directions
+from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Hashed, Linear, LowRank
 from het_plugin.integrate.placement import dims
 from het_plugin.integrate.samplers import Sampler
-from het_plugin.integrate.tiles import Tile, Tiling, fold, linear_location
-from het_plugin.integrate.top_k import best_of, best_of_shards
 
 NUM_CLASSES = 128  # C
 MIN_POINTS = 64  # N, and at least `POINTS_PER_SAMPLE` S
@@ -64,129 +70,6 @@ SMALL_TAIL = 1e-3  # below this share of all classes, the mean of those left out
 GOLDEN = (
   0.6180339887498949  # h_k = frac(k GOLDEN) fills (0, 1) evenly, whichever classes are probable
 )
-
-
-@struct.dataclass
-class Classes:
-  """Gaussian logits over tau of a range of t classes, as a function of T normals.
-
-  Attributes:
-    noise: with the remainder 'rank_one'; in the noise space [B, Q], or without a kernel of the
-      classes.
-    kernel: W [Q, t]; None if the noise is that of the classes.
-    location: mu [B, t]; None if it is made of the next three.
-    phi: [B, D].
-    location_kernel: [D, t]; None for that of the noise.
-    bias: [t].
-  """
-
-  noise: LowRank
-  kernel: jax.Array | None
-  location: jax.Array | None
-  phi: jax.Array | None = None
-  location_kernel: jax.Array | None = None
-  bias: jax.Array | None = None
-
-  @property
-  def num_columns(self) -> int:
-    """t."""
-    return (self.noise.diag if self.kernel is None else self.kernel).shape[-1]
-
-  def letters(self) -> 'Classes':
-    """Letters of the dimensions, for `Placement.shard_map`. Those with classes end with k."""
-    q = 'k' if self.kernel is None else 'q'
-    scale, loading = (None, 'br' + q) if self.noise.scale is None else ('b' + q, 'r' + q)
-
-    def of(x: jax.Array | None, letters: str) -> Any:
-      return None if x is None else dims(letters)
-
-    return Classes(
-      LowRank(dims(scale), dims(loading), dims('b' + q)),
-      of(self.kernel, 'qk'),
-      of(self.location, 'bk'),
-      of(self.phi, 'bd'),
-      of(self.location_kernel, 'dk'),
-      of(self.bias, 'k'),
-    )
-
-  def mean(self) -> jax.Array:
-    """mu [B, t]."""
-    if self.location is not None:
-      return self.location
-    phi, kernel, bias = self._location_parts()
-    return _matmul(phi, kernel) + bias
-
-  def _location_parts(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """phi [B, D], the kernel [D, t] and the bias [t] that make the location."""
-    kernel = self.kernel if self.location_kernel is None else self.location_kernel
-    if self.phi is None or self.bias is None or kernel is None:
-      raise ValueError('Classes: there must be a location, or phi, a kernel and a bias')
-    return self.phi, kernel, self.bias
-
-  def logits(self, z: jax.Array) -> jax.Array:
-    """u [B, t] of normals z [B, T]."""
-    eps = self.noise.noise(z[:, None])[:, 0]  # [B, Q]
-    return self.mean() + (eps if self.kernel is None else _matmul(eps, self.kernel))
-
-  def sum_of(self, weights: jax.Array) -> jax.Array:
-    """sum_k weights_k times the vector of class k in the noise space, [B, Q], of weights [B, t]."""
-    if self.kernel is None:
-      return weights
-    return jnp.einsum('bk,qk->bq', weights, self.kernel.astype(weights.dtype))
-
-  def at(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """mu [B, C] and the factors [B, T, C] of the classes at index int32 [B, C]."""
-    if self.kernel is None:
-      loading = self.noise.loading
-      if self.noise.scale is None:
-        loading = _take(loading, index)
-      else:
-        loading = jnp.moveaxis(loading[:, index], 0, 1) * _take(self.noise.scale, index)[:, None]
-      diag = _take(self.noise.diag, index)
-      factors = jnp.concatenate([loading, diag[:, None]], axis=1)
-    else:
-      columns = _columns(self.kernel, index, self.noise.diag.dtype)
-      rows = jnp.concatenate([self.noise.dense_loading(), self.noise.diag[:, None]], axis=1)
-      factors = jnp.einsum('btq,bcq->btc', rows, columns)
-    if self.location is not None:
-      return _take(self.location, index), factors
-    phi, kernel, bias = self._location_parts()
-    columns = _columns(kernel, index, phi.dtype)
-    return jnp.einsum('bd,bcd->bc', phi, columns) + bias[index], factors
-
-
-def _matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """x [B, Q] times kernel [Q, t], in the kernel's compute type, accumulated in float32 or wider."""
-  return jnp.matmul(x.astype(kernel.dtype), kernel, preferred_element_type=x.dtype)
-
-
-def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-  """x [B, ..., t] at classes [B, C]: [B, ..., C]."""
-  index = index.reshape(index.shape[0], *(1,) * (x.ndim - 2), index.shape[1])
-  return jnp.take_along_axis(x, index, axis=-1)
-
-
-def _columns(kernel: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """Columns [B, C, Q] of a kernel [Q, t] at classes [B, C]."""
-  return jnp.moveaxis(kernel[:, index], 0, -1).astype(dtype)
-
-
-def classes_of(logits: GaussianLogits, noise: LowRank, in_tiles: bool) -> Classes:
-  """The classes of logits with noise over tau that has the remainder 'rank_one'.
-
-  In tiles, the location is made of phi and W, and never exists as a whole.
-  """
-  inverse = 1.0 / logits.temperature
-  linear = linear_location(logits)
-  if not isinstance(logits.projection, Linear):
-    return Classes(project(noise, logits.projection), None, logits.location * inverse)
-  kernel = logits.projection.kernel
-  if not in_tiles:
-    return Classes(noise, kernel, logits.location * inverse)
-  if linear is None or linear.phi is None or linear.bias is None:
-    raise ValueError('classes_of: the logits need a location phi W + b that they are made from')
-  own = None if linear is logits.projection else linear.kernel
-  return Classes(noise, kernel, None, linear.phi * inverse, own, linear.bias * inverse)
 
 
 @struct.dataclass
@@ -209,8 +92,8 @@ class Few:
 
 def few_classes(tiling: Tiling, classes: Classes, label: jax.Array | None) -> Few:
   """The few classes for labels int32 [B]; without labels at the location, and the first is none."""
-  batch = classes.noise.diag.shape[0]
-  zero = jnp.zeros_like(classes.noise.diag, shape=(batch, classes.noise.num_normals))
+  batch = classes.low_rank.diag.shape[0]
+  zero = jnp.zeros_like(classes.low_rank.diag, shape=(batch, classes.low_rank.num_normals))
   if label is None:
     of_label = jnp.full_like(zero[:, :1], PADDED), zero[..., None]
     label = jnp.full(batch, -1)
@@ -263,17 +146,18 @@ def _pass_at(
   def local(classes, z, label):
     def body(carry, tile: Tile):
       largest, chosen, top, total, mean = carry
-      counts = tile.counts & (tile.classes != label[:, None])
-      u = jnp.where(counts, tile.source.logits(z), PADDED)
+      counts = tile.counts & (tile.ids != label[:, None])
+      u = jnp.where(counts, tile.classes.logits(z[:, None])[:, 0], PADDED)
       high = jnp.maximum(top, u.max(axis=-1, keepdims=True))
       e = jnp.exp(u - high)
       shrink = jnp.exp(top - high)
       total = total * shrink + e.sum(axis=-1, keepdims=True)
-      in_tile = tile.source.sum_of(e)
-      mean = in_tile if classes.kernel is None else mean * shrink + in_tile
-      rate = (tile.classes + 1).astype(u.dtype) * GOLDEN % 1.0 + 1e-6
-      own = jnp.broadcast_to(tile.classes.astype(jnp.int32), u.shape)
-      new, new_classes = best_of(u - jnp.log(rate), own, min(count, u.shape[-1]))
+      own = tile.classes
+      in_tile = _pull(own.low_rank, e) if own.kernel is None else own.sum_of(e)
+      mean = mean * shrink + in_tile
+      rate = (tile.ids + 1).astype(u.dtype) * GOLDEN % 1.0 + 1e-6
+      ids = jnp.broadcast_to(tile.ids.astype(jnp.int32), u.shape)
+      new, new_classes = best_of(u - jnp.log(rate), ids, min(count, u.shape[-1]))
       best = best_of(
         jnp.concatenate([largest, new], axis=-1),
         jnp.concatenate([chosen, new_classes], axis=-1),
@@ -287,12 +171,15 @@ def _pass_at(
       jnp.zeros_like(like, jnp.int32, shape=(z.shape[0], count)),
       jnp.full_like(like, 2 * PADDED),
       like,
-      jnp.zeros_like(classes.noise.diag),
+      jnp.zeros_like(z if classes.kernel is None else classes.low_rank.diag),
     )
     largest, chosen, top, total, mean = fold(tiling, classes, body, start)
     top, scale = tiling.highest(top)
     total = tiling.sum_of_shards(total * scale)
-    mean = tiling.sum_of_shards(_pull(classes.noise, mean * scale)) / total
+    mean = mean * scale
+    if classes.kernel is not None:
+      mean = _pull(classes.low_rank, mean)
+    mean = tiling.sum_of_shards(mean) / total
     largest, chosen = best_of_shards(tiling, largest, chosen, count)
     return largest, chosen, top + jnp.log(total), mean
 
@@ -317,11 +204,11 @@ def _mode(tiling: Tiling, classes: Classes, of_label: tuple[jax.Array, jax.Array
   def local(classes):
     def body(carry, tile: Tile):
       top, total = carry
-      u = tile.masked(tile.source.mean())
+      u = tile.masked(tile.classes.mean()[:, 0])
       high = jnp.maximum(top, u.max(axis=-1, keepdims=True))
       return high, total * jnp.exp(top - high) + jnp.exp(u - high).sum(axis=-1, keepdims=True)
 
-    zero = jnp.zeros_like(classes.noise.diag[:, :1])
+    zero = jnp.zeros_like(classes.low_rank.diag[:, :1])
     top, total = fold(tiling, classes, body, (zero + 2 * PADDED, zero))
     top, scale = tiling.highest(top)
     return top, jnp.log(tiling.sum_of_shards(total * scale))
@@ -482,12 +369,6 @@ class Chosen:
     """S / 2."""
     return self.away.shape[1]
 
-  def letters(self) -> 'Chosen':
-    """As in `Draws`."""
-    keys = dims('1' if self.keys.shape[0] == 1 else 'b')
-    direction = None if self.direction is None else dims('bq')
-    return Chosen(keys, dims('bt'), dims('bst'), dims('bs'), direction)
-
   def mean_and_away(
     self, sampler: Sampler, pair: jax.Array, num_normals: int
   ) -> tuple[jax.Array, jax.Array]:
@@ -539,7 +420,7 @@ def choose(
   logits = jax.lax.stop_gradient(logits)
   label = jnp.clip(label, 0, logits.num_classes - 1)
   noise, direction = along_label(logits, label)
-  few = few_classes(tiling, classes_of(logits, noise, not tiling.is_whole), label)
+  few = few_classes(tiling, noisy_classes(logits, noise, not tiling.is_whole), label)
   q = fit(few)
   num_pairs = -(-num_samples // 2)
   count = max(MIN_POINTS, POINTS_PER_SAMPLE * num_samples) // 2
@@ -602,6 +483,6 @@ def directions(tiling: Tiling, logits: GaussianLogits) -> jax.Array:
   noise = logits.noise.scaled(1.0 / logits.temperature)
   if noise.remainder == 'diag':
     noise = dataclasses.replace(noise, diag=jnp.zeros_like(noise.diag), remainder='rank_one')
-  few = few_classes(tiling, classes_of(logits, noise, not tiling.is_whole), None)
+  few = few_classes(tiling, noisy_classes(logits, noise, not tiling.is_whole), None)
   found = principal_directions(few.location, few.factors)
   return jnp.pad(found, ((0, 0), (0, 0), (0, num_normals - found.shape[-1])))

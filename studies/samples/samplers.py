@@ -37,8 +37,8 @@ from benchmarks.command_line import (
 from benchmarks.integrator import loss_rmse
 from het_plugin.heads import Het, HetH, HetXL, LearnedTemperature
 from het_plugin.integrate import SAMPLERS, Integrator, example_keys
-from het_plugin.integrate.exact import marginals
-from het_plugin.integrate.principal import reduced
+from het_plugin.integrate.directions import reduced
+from het_plugin.integrate.sigmoid import marginals
 from studies.samples.analytic import ESTIMATORS, Analytic
 
 HEADS = {'het': Het, 'het_h': HetH, 'het_xl': HetXL}
@@ -128,7 +128,7 @@ def measure(args):
     )
     for weights, steps in (('random', 0), ('trained', args.steps)):
       logits = jax.jit(head.apply)({'params': train(head, problem, steps)}, phi)
-      std = jax.jit(lambda x: jnp.sqrt(marginals(x, 2**28)[1].mean()))(logits)
+      std = jax.jit(lambda x: jnp.sqrt(marginals(x)[1].mean()))(logits)
       for noise in args.noises:
         scaled = logits.replace(covariance=logits.covariance.scaled(noise / std))
         reference = Integrator(args.reference_samples, sampler='sobol')
@@ -170,7 +170,7 @@ def measure_principal(args):
     (found, nll_of_m), (expected, nll) = found, expected
     logits = logits_of(params, scale)
     approximate = logits.replace(covariance=reduced(logits.covariance, m))
-    of_m, variance = (marginals(x, 2**28)[1] for x in (approximate, logits))
+    of_m, variance = (marginals(x)[1] for x in (approximate, logits))
     error = nll_of_m - nll
     row = {'variance_error': jnp.abs(of_m / variance - 1.0).mean(), 'loss': nll.mean()}
     row |= {'bias': error.mean(), 'rms': jnp.sqrt(jnp.square(error).mean())}

@@ -40,7 +40,6 @@ def train_params(model_dir, head, *extra, files=()):
     'ACTIONS = None',
     'CheckpointConfig.save = None',
     'BATCH_SIZE = 32',
-    'train/Integrator.order = "project_then_sample"',
   ]
   parse(head, model_dir, *settings, *extra, run='glyphs', files=files)
   return train_from_gin()[1].params

@@ -150,7 +150,7 @@ def test_the_run_of_a_million_classes_learns_without_moments_of_w(tmp_path):
     'EVAL_STEPS = 1',
     'EVAL_BATCH_SIZE = 8',
     'PjitPartitioner.num_partitions = 2',
-    'train/Integrator.class_tile = 256',
+    'train/Integrator.max_bytes = 100_000',
     'HetXL.num_factors = 2',
     'HetXL.noise_dim = 4',
     *(f'{mode}/Integrator.num_samples = 2' for mode in ('train', 'eval')),

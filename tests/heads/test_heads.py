@@ -124,15 +124,14 @@ def test_heads_follow_their_equations(name, factor_bias):
   @jax.jit
   def found(params):
     logits = head.apply({'params': params}, PHI)
-    orders = ('sample_then_project', 'project_then_sample')
-    of_orders = [Integrator(S, order, sampler='iid').log_prob(logits, keys) for order in orders]
-    return iid(keys, jnp.arange(S), R + 1), of_orders
+    of_budgets = [Integrator(S, 'iid', max_bytes=x).log_prob(logits, keys) for x in (2**26, 999)]
+    return iid(keys, jnp.arange(S), R + 1), of_budgets
 
-  z, of_orders = found(params)
+  z, of_budgets = found(params)
   logits = numpy_forward(name, params, z, factor_bias) / 0.6
   log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   expected = np.log(np.exp(log_p).mean(axis=1))
-  for got in of_orders:
+  for got in of_budgets:
     np.testing.assert_allclose(got[:, :K], expected, rtol=2e-5, atol=2e-6)
 
 
@@ -267,7 +266,7 @@ class OwnLogits(nn.Module):
 def test_opaque_get_logits_as_module_and_as_function():
   keys = example_keys(jax.random.key(5), jnp.arange(B))
   labels = jnp.array([[1], [2], [3]])
-  integrator = Integrator(num_samples=S, chunk_size=4, sampler='iid')
+  integrator = Integrator(num_samples=S, max_bytes=1000, sampler='iid')
   head = HetXL(K, num_factors=R, get_logits=OwnLogits(K))
   params = init(head)
   assert set(params) == {'covariance', 'get_logits'}

@@ -15,7 +15,7 @@ from scipy import special
 import het_plugin.nnx
 from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature, PredictiveLogits
 from het_plugin.integrate import Integrator, Location, example_keys
-from het_plugin.integrate.exact import expected_log_odds
+from het_plugin.integrate.sigmoid import expected_log_odds
 from tests.integrate import quadrature
 from tests.params import drawn
 
@@ -312,7 +312,7 @@ def test_an_nnx_classifier_in_the_place_of_w():
   head = het_plugin.nnx.HetXL(
     D, K, num_factors=2, get_logits=nnx.Linear(D, K, rngs=nnx.Rngs(1)), rngs=nnx.Rngs(0)
   )
-  integrator = Integrator(num_samples=2, chunk_size=1)
+  integrator = Integrator(num_samples=2, max_bytes=1)
   keys = keys_of(jax.random.key(2))
   grad = nnx.jit(nnx.grad(lambda head: integrator.nll(head(PHI), LABELS, keys).mean()))
   gradient = nnx.to_pure_dict(grad(head))

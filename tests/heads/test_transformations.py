@@ -390,9 +390,9 @@ def test_lifts_of_nnx():
 @pytest.mark.parametrize(
   'problem, settings',
   [
-    (Problem('het_h'), {'num_samples': 3, 'chunk_size': 2}),
-    (Problem('het_h'), {'num_samples': 2, 'class_tile': 64}),
-    (Problem('het_xl'), {'num_samples': 3, 'class_tile': 64, 'chunk_size': 2}),
+    (Problem('het_h'), {'num_samples': 3}),
+    (Problem('het_h'), {'num_samples': 2, 'max_bytes': 5000}),
+    (Problem('het_xl'), {'num_samples': 3, 'max_bytes': 5000}),
   ],
 )
 def test_no_step_makes_an_infinity(problem, settings):

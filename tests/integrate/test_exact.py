@@ -7,7 +7,7 @@ import pytest
 from scipy.special import entr, expit
 
 from het_plugin.integrate import Integrator, Opaque
-from het_plugin.integrate.exact import expected_entropy, log_expected_sigmoid
+from het_plugin.integrate.sigmoid import expected_entropy, log_expected_sigmoid
 from tests.integrate import quadrature
 from tests.integrate.hlo import collectives
 from tests.integrate.test_integrator import (
@@ -25,7 +25,7 @@ from tests.integrate.test_integrator import (
 from tests.meshes import make_mesh
 
 EXACT = Integrator(num_samples=1)
-STREAMED = Integrator(num_samples=1, chunk_bytes=1)  # every factor is a group of its own
+STREAMED = Integrator(num_samples=1, max_bytes=1)  # every class is a tile of its own
 
 
 def test_log_probability_and_derivatives_in_float32():

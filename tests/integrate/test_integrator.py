@@ -23,9 +23,8 @@ from het_plugin.integrate import (
   Opaque,
   example_keys,
   iid,
-  pick_order,
 )
-from het_plugin.integrate.integrator import MIN_ROTATED
+from het_plugin.integrate.sampled_logits import MIN_ROTATED, projects_factors
 from tests.integrate import reference
 from tests.integrate.hlo import collectives, tpu_devices
 from tests.meshes import make_mesh, on_mesh
@@ -156,24 +155,22 @@ def test_nll_and_its_gradient_match_the_float64_reference(kind, link, full, rema
       logits = reference_logits(arrays, kind, draws(arrays, remainder))
       return reference.nll(logits, arrays['tau'], link, labels) @ weights
 
-    def actual(arrays, order, chunk_size):
-      integrator = Integrator(S, order, chunk_size, sampler=dyadic, method='sample')
+    def actual(arrays, max_bytes):
+      integrator = Integrator(S, dyadic, max_bytes=max_bytes, method='sample')
       nll = integrator.nll(gaussian(arrays, kind, remainder, link), pad(labels), keys_of())
       return nll @ weights
 
-    orders = [('sample_then_project', 4)]
-    if remainder == 'rank_one' or kind == 'identity':
-      orders.append(('project_then_sample', None))
+    budgets = (2**26, 2000)  # at one time, and in tiles of classes and chunks of samples
 
     @jax.jit
     def found(arrays):
-      of_orders = [jax.value_and_grad(actual)(arrays, *order) for order in orders]
-      return jax.value_and_grad(expected)(arrays), of_orders
+      of_budgets = [jax.value_and_grad(actual)(arrays, budget) for budget in budgets]
+      return jax.value_and_grad(expected)(arrays), of_budgets
 
-    (value, gradient), of_orders = found(arrays)
-    for (order, chunk_size), (got, got_gradient) in zip(orders, of_orders, strict=True):
+    (value, gradient), of_budgets = found(arrays)
+    for budget, (got, got_gradient) in zip(budgets, of_budgets, strict=True):
       np.testing.assert_allclose(got, value, rtol=1e-10)
-      assert relative_error(got_gradient, gradient) < 1e-9, (order, chunk_size)
+      assert relative_error(got_gradient, gradient) < 1e-9, budget
 
 
 @pytest.mark.slow
@@ -191,7 +188,7 @@ def test_log_prob_and_its_gradient_match_the_float64_reference(kind, link):
       return (weight * log_p).sum(), log_p
 
     def actual(arrays):
-      integrator = Integrator(S, chunk_size=4, sampler=dyadic, method='sample')
+      integrator = Integrator(S, dyadic, max_bytes=2000, method='sample')
       log_p = integrator.log_prob(gaussian(arrays, kind, link=link), keys_of())
       return (weight * log_p[:, :K]).sum(), log_p
 
@@ -214,17 +211,17 @@ def test_expected_entropy_is_that_of_the_samples(kind, link):
   with jax.enable_x64(True):
     arrays = make(kind, scale=3.0)
     logits = gaussian(arrays, kind, link=link)
-    orders = ('sample_then_project', 'project_then_sample')
+    budgets = (2**26, 2000)
 
     @jax.jit
     def found(arrays, logits):
       z = draws(arrays, sampler=iid)
       keys = keys_of()
-      of_orders = [Integrator(S, order, chunk_size=4, **settings) for order in orders]
-      entropies = [integrator.expected_entropy(logits, keys) for integrator in of_orders]
+      of_budgets = [Integrator(S, max_bytes=budget, **settings) for budget in budgets]
+      entropies = [integrator.expected_entropy(logits, keys) for integrator in of_budgets]
       alone = logits.replace(covariance=None, projection=None)
-      log_p, mean = (of_orders[-1].log_prob(x, keys)[:, :K] for x in (logits, alone))
-      of_alone = of_orders[-1].expected_entropy(alone, keys)
+      log_p, mean = (of_budgets[-1].log_prob(x, keys)[:, :K] for x in (logits, alone))
+      of_alone = of_budgets[-1].expected_entropy(alone, keys)
       return reference_logits(arrays, kind, z), entropies, log_p, mean, of_alone
 
     settings = {'sampler': 'iid', 'method': 'sample'}
@@ -260,8 +257,8 @@ def test_expected_entropy_at_the_ends():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('chunk_size,link', [(3, 'softmax'), (None, 'sigmoid')])
-def test_opaque_get_logits_agrees_with_shared_w(chunk_size, link):
+@pytest.mark.parametrize('max_bytes,link', [(1000, 'softmax'), (2**26, 'sigmoid')])
+def test_opaque_get_logits_agrees_with_shared_w(max_bytes, link):
   """On a mesh too, which 13 classes do not divide over."""
   with jax.enable_x64(True):
     arrays = make('linear')
@@ -278,7 +275,7 @@ def test_opaque_get_logits_agrees_with_shared_w(chunk_size, link):
       return GaussianLogits(phi @ kernel, covariance, projection, arrays['tau'], K, link)
 
     def loss(build, *args):
-      settings = {'chunk_size': chunk_size, 'sampler': dyadic, 'method': 'sample'}
+      settings = {'max_bytes': max_bytes, 'sampler': dyadic, 'method': 'sample'}
       integrator = Integrator(num_samples=S, **settings)
       return integrator.nll(build(*args), pad(LABELS), keys_of()).sum()
 
@@ -356,7 +353,7 @@ def test_a_softmax_of_noise_without_factors_is_that_of_its_remainder():
   def alike(keys, sample_index, num_normals):
     return jnp.repeat(iid(keys, sample_index, 1), num_normals, axis=-1)
 
-  integrator = Integrator(num_samples=4, sampler=alike, order='project_then_sample')
+  integrator = Integrator(num_samples=4, sampler=alike)
 
   @jax.jit
   @jax.value_and_grad
@@ -418,11 +415,11 @@ def test_the_mesh_may_be_a_callers(link):
   per_example = ('location', 'diag', 'scale')
   specs = {name: spec('data') if name in per_example else spec() for name in args[0]}
   specs = specs, spec('data'), spec('data')
-  integrator = Integrator(MIN_ROTATED, chunk_size=16, sampler='sobol')
+  integrator = Integrator(MIN_ROTATED, max_bytes=10_000)
 
   def loss(arrays, labels, keys):
     logits = gaussian(arrays, 'linear', link=link)
-    few = dataclasses.replace(integrator, num_samples=3, chunk_size=2)
+    few = dataclasses.replace(integrator, num_samples=3)
     losses = integrator.nll(logits, labels, keys) + few.expected_entropy(logits, keys)
     return losses.mean() - few.log_prob(logits, keys)[:, :K].mean()
 
@@ -450,16 +447,16 @@ def sharded(function, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'kind,link,order',
+  'kind,link,max_bytes',
   [
-    ('identity', 'softmax', 'sample_then_project'),
-    ('hash', 'sigmoid', 'sample_then_project'),  # the softmax: see test_hashed.py
-    ('linear', 'softmax', 'sample_then_project'),
-    ('shared_w', 'softmax', 'project_then_sample'),
-    ('shared_w', 'sigmoid', 'project_then_sample'),
+    ('identity', 'softmax', 500),
+    ('hash', 'sigmoid', 2**26),  # the softmax: see test_hashed.py
+    ('linear', 'softmax', 500),
+    ('shared_w', 'softmax', 2**26),
+    ('shared_w', 'sigmoid', 500),
   ],
 )
-def test_sharded_classes_match_the_float64_reference(kind, link, order):
+def test_sharded_classes_match_the_float64_reference(kind, link, max_bytes):
   with jax.enable_x64(True):
     arrays = make(kind, batch=4)
     labels = [*LABELS, [7]]
@@ -472,7 +469,7 @@ def test_sharded_classes_match_the_float64_reference(kind, link, order):
     value, gradient = jax.jit(jax.value_and_grad(expected))(arrays)
 
     def loss(arrays):
-      integrator = Integrator(S, order, 4, sampler=dyadic, method='sample')
+      integrator = Integrator(S, dyadic, max_bytes=max_bytes, method='sample')
       return integrator.nll(gaussian(arrays, kind, link=link), pad(labels), keys).mean()
 
     step = sharded(jax.value_and_grad(loss), make_mesh(2, 4))
@@ -493,7 +490,7 @@ def test_a_diagonal_remainder_of_sharded_classes_has_a_normal_for_each():
     )
     u = location[:, None] + z[..., :R] @ loading * scale[:, None] + z[..., R:] * diag[:, None]
     p = special.softmax(u[..., :K] / tau, axis=-1).mean(axis=1)
-    integrator = Integrator(S, chunk_size=4, sampler=dyadic)
+    integrator = Integrator(S, dyadic, max_bytes=2000)
     logits = gaussian(arrays, 'identity', 'diag')
     run = sharded(
       lambda x: (integrator.log_prob(x, keys), integrator.nll(x, labels, keys)), make_mesh(2, 4)
@@ -583,8 +580,8 @@ def test_cost_model_picks_the_cheaper_order(batch=2, noise_dim=64, classes=512, 
   kernel = Linear(jnp.zeros((noise_dim, classes)))
   tau = jnp.float32(1)
   wide = GaussianLogits(jnp.zeros((batch, classes)), covariance, kernel, tau, num_classes=classes)
-  assert pick_order(wide, 4) == 'sample_then_project'
-  assert pick_order(wide, 1000) == 'project_then_sample'
+  assert not projects_factors(wide, 4)
+  assert projects_factors(wide, 1000)
 
 
 @pytest.mark.slow
@@ -596,7 +593,7 @@ def test_log_prob_over_a_mesh():
     weight = jnp.asarray(np.random.default_rng(1).normal(size=(B, K)))
 
     def loss(arrays):
-      integrator = Integrator(S, chunk_size=4, sampler=dyadic)
+      integrator = Integrator(S, dyadic, max_bytes=2000)
       return (weight * integrator.log_prob(gaussian(arrays, 'shared_w'), keys_of())[:, :K]).sum()
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(arrays)
@@ -613,9 +610,8 @@ def test_log_prob_over_a_mesh():
   [
     ({'num_samples': 0}, 'num_samples=0 must be a whole number of samples, at least 1$'),
     ({'num_samples': 4.0}, 'num_samples=4.0 must be a whole number'),
-    ({'chunk_bytes': 1e9}, 'chunk_bytes=1000000000.0 must be a whole number of bytes'),
-    ({'chunk_size': 0}, 'chunk_size=0 must be a whole number of samples, at least 1, or None'),
-    ({'order': 'fastest'}, 'project_then_sample'),
+    ({'max_bytes': 1e9}, 'max_bytes=1000000000.0 must be a whole number of bytes'),
+    ({'principal_factors': 0}, 'principal_factors=0 must be .* factors, at least 1, or None'),
     ({'method': 'cuda'}, "method='cuda' is unknown: choose one of auto, exact, sample"),
     ({'sampler': 'halton'}, "sampler='halton'.*iid, sobol"),
   ],
@@ -627,15 +623,11 @@ def test_bad_settings_are_named(arguments, words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ('link', 'order', 'method'),
-  [
-    ('softmax', 'project_then_sample', 'nll'),
-    ('softmax', 'sample_then_project', 'log_prob'),
-    ('sigmoid', 'sample_then_project', 'nll'),
-  ],
+  ('link', 'max_bytes', 'method'),
+  [('softmax', 500, 'nll'), ('softmax', 2**26, 'log_prob'), ('sigmoid', 500, 'nll')],
 )
-def test_second_derivatives(link, order, method):
-  integrator = Integrator(num_samples=S, chunk_size=4, order=order, method='sample', sampler='iid')
+def test_second_derivatives(link, max_bytes, method):
+  integrator = Integrator(S, 'iid', 'sample', max_bytes=max_bytes)
   arrays = make('linear', dtype=jnp.float32)
 
   def loss(tau):
@@ -757,10 +749,6 @@ def test_impossible_requests_are_named():
   for keys in (None, jax.random.key(0), keys_of()[:2], jnp.arange(B)):
     with pytest.raises(ValueError, match=r'need typed keys \[3\], one per example'):
       Integrator(2).log_prob(gaussian(arrays, 'linear'), keys)
-  with pytest.raises(ValueError, match='remainder'):
-    Integrator(num_samples=2, order='project_then_sample').log_prob(
-      gaussian(arrays, 'linear', 'diag'), keys_of()
-    )
   mesh = make_mesh(1, 3)
   with pytest.raises(ValueError, match='class_multiple'):
     sharded(Integrator(2).log_prob, mesh)(gaussian(arrays, 'linear'), keys_of())

@@ -9,7 +9,7 @@ import pytest
 
 from het_plugin import heads
 from het_plugin.integrate import Integrator, principal
-from het_plugin.integrate.exact import marginals
+from het_plugin.integrate.sigmoid import marginals
 from het_plugin.training.flops import count_flops
 from tests.integrate.hlo import collectives
 from tests.integrate.test_integrator import (
@@ -26,7 +26,7 @@ from tests.integrate.test_integrator import (
 )
 from tests.integrate.test_tiles import (
   LABELS,
-  TILE,
+  MAX_BYTES,
   B,
   assert_close,
   problem,
@@ -68,7 +68,7 @@ def test_variances_are_those_of_the_formula(kind, full, remainder, monkeypatch):
   @jax.jit
   def run(logits):
     noises = [principal.reduced(logits.covariance, count) for count in counts]
-    variances = [marginals(logits.replace(covariance=x), 2**28)[1] for x in noises]
+    variances = [marginals(logits.replace(covariance=x))[1] for x in noises]
     return variances, kept, all_factors(logits)
 
   with jax.enable_x64(True):
@@ -142,13 +142,13 @@ def test_tiles_agree_with_all_classes_at_one_time():
     head, params, phi = problem('het_xl', 'sigmoid', jnp.float64)
     whole = Integrator(principal_factors=2)
     expected = value_and_gradient(whole, head, params, phi, LABELS)
-    tiled = dataclasses.replace(whole, class_tile=TILE)
+    tiled = dataclasses.replace(whole, max_bytes=MAX_BYTES)
     assert_close(value_and_gradient(tiled, head, params, phi, LABELS), expected, 1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'name,settings', [('het_xl', {}), ('own_kernel', {'class_tile': TILE})], ids=str
+  'name,settings', [('het_xl', {}), ('own_kernel', {'max_bytes': MAX_BYTES})], ids=str
 )
 def test_float32_and_bfloat16_agree_with_float64(name, settings):
   integrator = Integrator(principal_factors=2)
@@ -196,7 +196,7 @@ def test_padded_classes_do_not_count():
 @pytest.mark.slow
 def test_tiles_on_a_mesh():
   head, params, phi = problem('het_xl', 'sigmoid')
-  integrator = Integrator(principal_factors=2, class_tile=TILE)
+  integrator = Integrator(principal_factors=2, max_bytes=MAX_BYTES)
   expected = value_and_gradient(integrator, head, params, phi, LABELS)
   with on_mesh(make_mesh(2, 4)):
     assert_close(value_and_gradient(integrator, head, params, phi, LABELS), expected, 1e-4)
@@ -212,7 +212,7 @@ def test_nothing_is_gathered_on_a_mesh():
 @pytest.mark.slow
 def test_memory_does_not_grow_with_classes():
   small, large = (
-    temporary_bytes('het_xl', 'sigmoid', k, class_tile=256, principal_factors=1)
+    temporary_bytes('het_xl', 'sigmoid', k, max_bytes=2**20, principal_factors=1)
     for k in (2**12, 2**17)
   )
   assert large <= 1.05 * small + 2**12
@@ -239,10 +239,10 @@ def test_flops_of_a_factor():
   assert few < 0.35 * flops(20)
 
 
-@pytest.mark.parametrize('class_tile', [None, TILE])
-def test_noise_of_zero_is_det(class_tile):
+@pytest.mark.parametrize('max_bytes', [2**26, MAX_BYTES])
+def test_noise_of_zero_is_det(max_bytes):
   head, params, phi = problem('het_xl', 'sigmoid')
-  integrator = Integrator(principal_factors=2, class_tile=class_tile)
+  integrator = Integrator(principal_factors=2, max_bytes=max_bytes)
 
   def loss(params, scale):
     logits = head.apply({'params': params}, phi)

@@ -447,8 +447,8 @@ def test_evaluation_in_tiles_has_the_same_metrics(link):
   head = HEADS['het_xl'].clone(link=link)
   batch = make_batch()
   found = []
-  for class_tile in (None, 4):
-    model = make_model(head, Mlp(()), eval_integrator=Integrator(4, class_tile=class_tile))
+  for max_bytes in (2**26, 100):
+    model = make_model(head, Mlp(()), eval_integrator=Integrator(4, max_bytes=max_bytes))
     loss, metrics = jax.jit(model.eval_fn)(make_params(model, batch), batch)
     found.append({'mean': loss, **computed(metrics)})
   assert_trees_close(found[1], found[0], rtol=1e-5, atol=1e-6)

@@ -17,7 +17,7 @@ R = 5
 
 
 def integrator(samples):
-  return Integrator(num_samples=samples, chunk_size=2)
+  return Integrator(num_samples=samples)
 
 
 @pytest.mark.slow

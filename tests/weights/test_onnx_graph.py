@@ -68,26 +68,26 @@ def test_backbones(name):
 HEADS = {
   'det': (heads.Det(10), Integrator()),
   'het': (heads.Het(10, num_factors=3), Integrator(num_samples=64)),
-  'het_in_chunks': (heads.Het(10, num_factors=3), Integrator(num_samples=50, chunk_size=16)),
+  'het_in_tiles': (heads.Het(10, num_factors=3), Integrator(num_samples=50, max_bytes=4000)),
   'het_full': (heads.Het(10, num_factors=3, parametrization='full'), Integrator(num_samples=8)),
   'het_diag': (heads.Het(10, num_factors=3, remainder='diag'), Integrator(num_samples=64)),
   'het_h': (heads.HetH(10, num_factors=3, num_buckets=6), Integrator(num_samples=64)),
   'het_xl': (heads.HetXL(10, num_factors=3), Integrator(num_samples=64)),
   'het_xl_factors_first': (
     heads.HetXL(10, num_factors=3, noise_dim=6),
-    Integrator(num_samples=40, order='project_then_sample'),
+    Integrator(num_samples=40),
   ),
   'het_xl_samples_first': (
     heads.HetXL(10, num_factors=3),
-    Integrator(num_samples=40, order='sample_then_project'),
+    Integrator(num_samples=3, sampler='iid'),
   ),
   'het_xl_iid': (heads.HetXL(10, num_factors=70), Integrator(num_samples=8, sampler='iid')),
   'het_sigmoid': (heads.Het(10, num_factors=3, link='sigmoid'), Integrator()),
   'het_h_sigmoid': (heads.HetH(10, num_factors=3, num_buckets=6, link='sigmoid'), Integrator()),
   'het_xl_sigmoid': (heads.HetXL(10, num_factors=3, link='sigmoid'), Integrator()),
-  'het_xl_sigmoid_in_groups': (
+  'het_xl_sigmoid_in_tiles': (
     heads.HetXL(10, num_factors=5, link='sigmoid', class_multiple=1),
-    Integrator(chunk_bytes=2 * 8 * 40),
+    Integrator(max_bytes=2 * 8 * 40),
   ),
 }
 

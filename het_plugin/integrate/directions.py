@@ -1,4 +1,4 @@
-"""Normals of a softmax's samples that follow no label: a sampler's, rotated.
+"""Principal directions of the noise: for the normals of a softmax, and for fewer factors.
 
 Low-discrepancy points fill their leading coordinates best. With G [T, K] the factors in logit space
 and p the softmax of the location, the covariance of the logits as the softmax sees them is
@@ -14,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from het_plugin.integrate.placement import dims
+from het_plugin.integrate.gaussian import LowRank
 from het_plugin.integrate.samplers import Sampler
 
 NUM_DIRECTIONS = 8
 NUM_ROUNDS = 2
 SMALL = 1e-4
+# Of subspace iteration for `principal_axes`, and products with the Gram matrix in each.
+NUM_AXIS_ROUNDS = 2
+NUM_PRODUCTS = 2
 HIGHEST = jax.lax.Precision.HIGHEST  # a rotation that is not orthogonal is a bias
 
 
@@ -35,11 +38,6 @@ class Draws:
   keys: jax.Array
   rotation: tuple[jax.Array, jax.Array] | None = None
 
-  def letters(self) -> 'Draws':
-    """Letters of the dimensions, for `Placement.shard_map`."""
-    rotation = None if self.rotation is None else (dims('btm'), dims('bmt'))
-    return Draws(dims('1' if self.keys.shape[0] == 1 else 'b'), rotation)
-
   def normals(self, sampler: Sampler, sample_index: jax.Array, num_normals: int) -> jax.Array:
     """z [B, s, T], or [1, s, T] if all examples share it."""
     z = sampler(self.keys, sample_index, num_normals)
@@ -50,10 +48,9 @@ class Draws:
     along = jnp.einsum('bst,btm->bsm', z, left, precision=HIGHEST)
     return z - jnp.einsum('bsm,bmt->bst', along, right, precision=HIGHEST)
 
-  def log_weight(self, sample_index: jax.Array) -> jax.Array | float:
-    """0: all points with numbers [s] count alike."""
+  def log_weight(self, sample_index: jax.Array) -> None:
+    """None: all points with numbers [s] count alike."""
     del sample_index
-    return 0.0
 
 
 def principal_directions(location: jax.Array, factors: jax.Array) -> jax.Array:
@@ -118,3 +115,55 @@ def orthonormal(rows: jax.Array) -> jax.Array:
   count, num_normals = rows.shape[1:]
   along = jnp.einsum('bmn,bnt->bmt', left[:, :count], right, precision=HIGHEST)
   return jnp.eye(count, num_normals, dtype=rows.dtype) - along
+
+
+# Fewer factors
+
+
+def reduced(noise: LowRank, num_factors: int) -> LowRank:
+  """Noise of m = `num_factors` principal factors with the remainder 'diag', for the exact sigmoid.
+
+  It is the same noise if m is at least R, where fewer factors would save nothing. The variances of
+  the logits are s_k^2 = sum_t (F_t w_k)^2, with F [T, Q] all factors of an example and w_k the
+  column of W of class k. With any orthonormal U [m, T], the same sum is
+
+      s_k^2 = sum_j (U_j F w_k)^2 + sum_t (E_t w_k)^2,    E = F - U^T U F
+
+  The first term projects m factors. In the second one, the covariance E^T E is replaced by its
+  diagonal e_q = sum_t F_tq^2 - sum_j (U F)_jq^2, as if the dimensions of the noise space were
+  independent:
+
+      s_k^2 ~ sum_j (U_j F w_k)^2 + sum_q e_q W_qk^2
+
+  which costs as much as one more factor. The rows of U are the principal directions of the Gram
+  matrix F F^T [T, T], which leave the least e; their gradient is stopped. Everything else is
+  differentiated: the result is a Gaussian over logits as any other, with a likelihood of its own.
+  """
+  if num_factors >= noise.num_factors:
+    return noise
+  factors = noise.factors()  # [B, T, Q]
+  axes = principal_axes(jax.lax.stop_gradient(factors), num_factors)
+  loading = jnp.einsum('bmt,btq->bmq', axes, factors, precision=HIGHEST)  # U F
+  rest = noise.variances() - jnp.square(loading).sum(1)
+  return LowRank(None, loading, _root(rest), 'diag')
+
+
+def principal_axes(factors: jax.Array, count: int) -> jax.Array:
+  """Orthonormal U [B, m, T] of factors [B, T, Q], near the first m = `count` singular vectors."""
+  gram = jnp.einsum('btq,bsq->bts', factors, factors, precision=HIGHEST)  # [B, T, T]
+  largest = jnp.abs(gram).max(axis=(1, 2), keepdims=True)
+  gram /= jnp.where(largest > 0, largest, 1.0)
+  # A constant of the program, as in `principal_directions`.
+  start = np.random.RandomState(0).normal(size=(count, factors.shape[1])).astype(np.float32)
+  axes = jnp.broadcast_to(start.astype(factors.dtype), (factors.shape[0], *start.shape))
+  for _ in range(NUM_AXIS_ROUNDS):
+    for _ in range(NUM_PRODUCTS):
+      axes = jnp.matmul(axes, gram, precision=HIGHEST)
+    axes = orthonormal(axes)
+  return axes
+
+
+def _root(x: jax.Array) -> jax.Array:
+  """sqrt(x), and 0 with a gradient of 0 where rounding left nothing of x."""
+  is_positive = x > 0
+  return jnp.where(is_positive, jnp.sqrt(jnp.where(is_positive, x, 1.0)), 0.0)

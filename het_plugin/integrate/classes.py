@@ -1,0 +1,672 @@
+"""Logits of a range of classes on demand, and loops over such tiles: memory that is flat in K.
+
+The logits of any classes are made from few numbers per example and the columns of W that belong to
+the classes (`Classes`). A loop over tiles makes the logits of one tile, reduces them over its
+classes, and forgets them. Its gradient makes them once more. So a loss takes [B]-sized values, one
+tile, and nothing that grows with K except W and its gradient; HET's noise is itself an array
+[B, K], but its samples [B, S, K] never exist. All classes at one time are one tile: there is no
+loop then, and JAX keeps for the gradient what it made.
+
+Under a mesh, the tiles are of each device's classes. Loops run inside `Placement.shard_map`, and
+what they found is combined over the devices once, after the last tile.
+
+B examples, S samples of T normals, K classes, t of them in a tile, Q noise dimension, D pre-logits.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from het_plugin.integrate.gaussian import (
+  PADDED,
+  GaussianLogits,
+  Linear,
+  LowRank,
+  Opaque,
+  apply_projection,
+  masked,
+  project,
+)
+from het_plugin.integrate.placement import Placement, bytes_per_device, dims, num_shards
+
+# Where the logits of all classes are more than the budget, the arrays of a tile take this share.
+TILE_SHARE = 4
+TILE_MULTIPLE = 128  # the width of a TPU's registers
+MAX_BYTES = 2**26
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+@struct.dataclass
+class Classes:
+  """Logits over tau of a range of t classes: u = mu + noise.
+
+  mu is an array, or phi W + b. The noise is a `LowRank`, in the noise space if there is a kernel
+  and of the classes themselves if there is none; or it is given as vectors of the noise space.
+
+  Attributes:
+    location: mu [B, 1, t], or the logits of n samples [B, n, t]; None if it is made of phi.
+    phi: [B, D]; None if the vectors contain it, which need one product then.
+    location_kernel: W of phi, [D, t]; None for `kernel`.
+    bias: b [t], or None.
+    noise: None without noise, and with vectors.
+    vectors: [B, n, Q], of one `kind`:
+      'samples': the noise of n samples;
+      'pairs': of 2 (n - 1) samples, the first row plus and minus each of the others;
+      'factors': what normals are multiplied with, and phi as the last row if it is contained.
+    kernel: W [Q, t] that maps the noise space to the classes, or W' of eq. 14.
+    kind: that of the vectors.
+  """
+
+  location: jax.Array | None = None
+  phi: jax.Array | None = None
+  location_kernel: jax.Array | None = None
+  bias: jax.Array | None = None
+  noise: LowRank | None = None
+  vectors: jax.Array | None = None
+  kernel: jax.Array | None = None
+  kind: str = struct.field(pytree_node=False, default='samples')
+
+  @property
+  def num_classes(self) -> int:
+    """t."""
+    columns = self.kernel if self.kernel is not None else self.location
+    if columns is None:
+      raise ValueError('Classes: there must be a kernel or a location')
+    return columns.shape[-1]
+
+  @property
+  def num_samples(self) -> int:
+    """S of logits and vectors that are of samples."""
+    rows = self.location if self.vectors is None else self.vectors
+    count = 1 if rows is None else rows.shape[1]
+    return 2 * (count - 1) if self.kind == 'pairs' else count
+
+  def zeros(self, *shape: int) -> jax.Array:
+    """Zeros [B, ...], float32 or wider; they vary along the axes of a `jax.shard_map` as u does."""
+    like = next(x for x in (self.vectors, self.location, self.phi) if x is not None)
+    dtype = jnp.promote_types(like.dtype, jnp.float32)
+    return jnp.zeros_like(like, dtype, shape=(like.shape[0], *shape))
+
+  def letters(self) -> 'Classes':
+    """Letters of the dimensions, for `Placement.shard_map`. Those with classes end with k."""
+    letters = {
+      'location': 'bnk',
+      'phi': 'bd',
+      'location_kernel': 'dk',
+      'bias': 'k',
+      'vectors': 'bnq',
+      'kernel': 'qk',
+    }
+    given = {
+      name: dims(of_name) for name, of_name in letters.items() if getattr(self, name) is not None
+    }
+    if self.noise is not None:
+      q = 'k' if self.kernel is None else 'q'
+      scale, loading = (None, 'br' + q) if self.noise.scale is None else ('b' + q, 'r' + q)
+      given['noise'] = LowRank(dims(scale), dims(loading), dims('b' + q), self.noise.remainder)
+    return Classes(kind=self.kind, **given)
+
+  def columns(self, start: jax.Array, size: int) -> 'Classes':
+    """Those of `size` classes from `start` on."""
+
+    def cut(letters: str, x: jax.Array) -> jax.Array:
+      is_cut = letters.endswith('k')
+      return jax.lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1) if is_cut else x
+
+    return jax.tree.map(cut, self.letters(), self)
+
+  def mean(self) -> jax.Array:
+    """mu [B, 1, t]."""
+    if self.location is not None:
+      return self.location
+    phi, kernel, bias = self._location_parts()
+    return (_products(phi[:, None], kernel)[:, 0] + bias)[:, None]
+
+  def logits(self, z: jax.Array | None = None) -> jax.Array:
+    """u [B, S, t] of normals z [B, S, T]; None for logits and vectors that are of samples."""
+    if self.vectors is None:
+      if self.noise is None or z is None:
+        return self.mean()
+      noise = self.noise.noise(z)  # [B, S, Q] or [B, S, t]
+      return self.mean() + (noise if self.kernel is None else _products(noise, self.kernel))
+    rows, mu = self.rows()
+    if self.kind == 'factors' and z is not None:
+      if mu is None:
+        mu = rows[:, -1:]
+        # With 0 for the row of phi: a slice of the factors would be one more array.
+        z = with_last(z, 0.0)
+      # mu is added, not multiplied by a 1, since some devices round the operands of products.
+      rows = jnp.einsum('bst,btk->bsk', z, rows) + _repeated(mu[:, 0], z.shape[1])  # [B, S, t]
+    elif self.kind == 'pairs':
+      middle = rows[:, :1] if mu is None else rows[:, :1] + mu
+      rows = jnp.concatenate([middle + rows[:, 1:], middle - rows[:, 1:]], axis=1)
+    elif mu is not None:
+      rows = rows + mu
+    return rows if self.bias is None else rows + self._bias_of(rows)
+
+  def rows(self) -> tuple[jax.Array, jax.Array | None]:
+    """The vectors times W [B, n, t]; and mu [B, 1, t] without b, if they do not contain it."""
+    if self.vectors is None:
+      raise ValueError('Classes.rows needs vectors')
+    rows = _products(self.vectors, self.kernel)
+    if self.phi is None:
+      return rows, self.location
+    return rows, _products(self.phi[:, None], self.location_kernel)
+
+  def _bias_of(self, rows: jax.Array) -> jax.Array:
+    """The bias of rows [B, S, t]."""
+    # An outer product, whose transpose is a product too: XLA's sum over examples took ten times as
+    # long on a CPU.
+    batch, count, _ = rows.shape
+    ones = jnp.ones((batch * count,), rows.dtype)
+    of_rows = jnp.einsum('n,k->nk', ones, self.bias, precision=HIGHEST)  # [B S, t]
+    return of_rows.reshape(batch, count, -1)
+
+  def _location_parts(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """phi [B, D], W [D, t] and b [t] that make the location."""
+    kernel = self.kernel if self.location_kernel is None else self.location_kernel
+    if self.phi is None or self.bias is None or kernel is None:
+      raise ValueError('Classes: there must be a location, or phi, a kernel and a bias')
+    return self.phi, kernel, self.bias
+
+  def sum_of(self, weights: jax.Array) -> jax.Array:
+    """sum_k weights_k times the vector of class k in the noise space, [B, Q], of weights [B, t]."""
+    if self.kernel is None:
+      raise ValueError('Classes.sum_of needs a kernel')
+    return jnp.einsum('bk,qk->bq', weights, self.kernel.astype(weights.dtype))
+
+  @property
+  def low_rank(self) -> LowRank:
+    """The noise; ValueError if it is given as vectors, or none."""
+    if self.noise is None:
+      raise ValueError('Classes: the noise is no LowRank')
+    return self.noise
+
+  def at(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """mu [B, C] and the factors of the noise [B, T, C] of the classes at index int32 [B, C]."""
+    noise = self.low_rank
+    if self.kernel is None:
+      if noise.scale is None:
+        loading = _take(noise.loading, index)
+      else:
+        loading = jnp.moveaxis(noise.loading[:, index], 0, 1) * _take(noise.scale, index)[:, None]
+      factors = jnp.concatenate([loading, _take(noise.diag, index)[:, None]], axis=1)
+    else:
+      columns = _columns_at(self.kernel, index, noise.diag.dtype)
+      factors = jnp.einsum('btq,bcq->btc', noise.factors(), columns)  # [B, T, C]
+    if self.location is not None:
+      return _take(self.location[:, 0], index), factors
+    phi, kernel, bias = self._location_parts()
+    columns = _columns_at(kernel, index, phi.dtype)
+    return jnp.einsum('bd,bcd->bc', phi, columns) + bias[index], factors  # [B, C]
+
+
+def _products(x: jax.Array, kernel: jax.Array | None) -> jax.Array:
+  """x [B, n, Q] times W [Q, t], [B, n, t]; as a product of two matrices, which avoids copies."""
+  if kernel is None:
+    raise ValueError('Classes: vectors need a kernel')
+  flat = apply_projection(Linear(kernel), x.reshape(-1, x.shape[-1]))
+  return flat.reshape(*x.shape[:2], -1)
+
+
+def _repeated(x: jax.Array, count: int) -> jax.Array:
+  """x [B, t] for each of `count` samples, [B, S, t]; an outer product as in `Classes._bias_of`."""
+  ones = jnp.ones((count,), x.dtype)
+  return jnp.einsum('s,bk->bsk', ones, x, precision=HIGHEST)
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+  """x [B, ..., t] at classes [B, C]: [B, ..., C]."""
+  index = index.reshape(index.shape[0], *(1,) * (x.ndim - 2), index.shape[1])
+  return jnp.take_along_axis(x, index, axis=-1)
+
+
+def _columns_at(kernel: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """Columns [B, C, Q] of a kernel [Q, t] at classes [B, C]."""
+  return jnp.moveaxis(kernel[:, index], 0, -1).astype(dtype)
+
+
+def with_last(z: jax.Array, last: float) -> jax.Array:
+  """z [B, S, T] with `last` as one more column."""
+  return jnp.concatenate([z, jnp.full_like(z[..., :1], last)], axis=-1)
+
+
+# Classes of logits
+
+
+def linear_location(logits: GaussianLogits) -> Linear | None:
+  """phi, W and b of the location, if it is known that it is phi W + b."""
+  projection = logits.projection
+  is_shared = isinstance(projection, Linear) and projection.phi is not None
+  return projection if is_shared else logits.location_from
+
+
+def _location_over_tau(logits: GaussianLogits) -> Classes | None:
+  """The location alone as phi, W and b over tau, if they are known."""
+  linear = linear_location(logits)
+  if linear is None or linear.phi is None or linear.bias is None:
+    return None
+  inverse = 1.0 / logits.temperature
+  # No second W where the noise has the same.
+  own = None if linear is logits.projection else linear.kernel
+  return Classes(phi=linear.phi * inverse, location_kernel=own, bias=linear.bias * inverse)
+
+
+def noisy_classes(logits: GaussianLogits, noise: LowRank, in_tiles: bool) -> Classes:
+  """The classes of logits with noise over tau that has the remainder 'rank_one'.
+
+  In tiles, the location is made of phi and W, and never exists as a whole.
+  """
+  made = _location_over_tau(logits) if in_tiles else None
+  if isinstance(logits.projection, Linear):
+    kernel = logits.projection.kernel
+    if made is not None:
+      return dataclasses.replace(made, noise=noise, kernel=kernel)
+  else:
+    kernel = None
+    noise = project(noise, logits.projection)
+  location = logits.location[:, None] / logits.temperature
+  return Classes(location=location, noise=noise, kernel=kernel)
+
+
+def classes_of(
+  logits: GaussianLogits, vectors: jax.Array | None = None, kind: str = 'samples'
+) -> Classes:
+  """The classes of logits without noise; or with noise over tau that W or W' projects.
+
+  Args:
+    logits: `GaussianLogits`.
+    vectors: noise over tau in the noise space [B, n, Q], as in `Classes`. None for the location.
+    kind: as in `Classes`.
+  """
+  made = _location_over_tau(logits)
+  kernel = logits.projection.kernel if isinstance(logits.projection, Linear) else None
+  if vectors is None:
+    linear = linear_location(logits)
+    if made is None or made.phi is None or linear is None:
+      return Classes(location=logits.location[:, None] / logits.temperature)
+    return Classes(bias=made.bias, vectors=made.phi[:, None], kernel=linear.kernel)
+  if made is None or made.phi is None:
+    location = logits.location[:, None] / logits.temperature
+    return Classes(location=location, vectors=vectors, kernel=kernel, kind=kind)
+  if made.location_kernel is not None:  # W' of eq. 14
+    return dataclasses.replace(made, vectors=vectors, kernel=kernel, kind=kind)
+  phi = made.phi[:, None]  # which the same W projects: one product
+  if kind == 'factors':
+    vectors = jnp.concatenate([vectors, phi], axis=1)
+  elif kind == 'pairs':
+    vectors = jnp.concatenate([vectors[:, :1] + phi, vectors[:, 1:]], axis=1)
+  else:
+    vectors = vectors + phi
+  return Classes(bias=made.bias, vectors=vectors, kernel=kernel, kind=kind)
+
+
+# Tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+  """How classes are cut into tiles (static under jit).
+
+  Attributes:
+    tile: classes of a tile.
+    num_classes: K; classes from K on are padding.
+    placement: how batch and classes are cut over devices.
+  """
+
+  tile: int
+  num_classes: int
+  placement: Placement
+
+  @classmethod
+  def of(cls, logits: GaussianLogits, num_rows: int, max_bytes: int) -> 'Tiling':
+    """All classes in one tile if arrays of `num_rows` values per example and class take at most
+    `max_bytes` per device; otherwise tiles whose arrays take a share of it.
+    """
+    size = logits.location.shape[-1]
+    placement = placement_of(logits)
+    location = bytes_per_device(logits.location)
+    if num_rows * location > max_bytes and not isinstance(logits.projection, Opaque):
+      # Each value exists twice: exponentials beside logits, gradients beside rows.
+      bytes_a_class = 2 * num_rows * location * num_shards('vocab') / size
+      size = max(1, int(max_bytes / TILE_SHARE / bytes_a_class))
+      size = max(size // TILE_MULTIPLE * TILE_MULTIPLE, min(size, TILE_MULTIPLE))
+    return cls(size, logits.num_classes, placement)
+
+  @property
+  def is_whole(self) -> bool:
+    """Whether there is one tile of all classes, whose values may be kept."""
+    return self.tile >= self.num_classes
+
+  def sum_of_shards(self, x: jax.Array) -> jax.Array:
+    """The sum over the devices that have other classes; inside `Placement.shard_map`."""
+    axes = self.placement.vocab
+    return x if axes is None else jax.lax.psum(x, axes)
+
+  def highest(self, top: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The maximum of all shards, and the factor that makes this shard's sums relative to it."""
+    axes = self.placement.vocab
+    top = jax.lax.stop_gradient(top)
+    highest = top if axes is None else jax.lax.pmax(top, axes)
+    return highest, jnp.exp(top - highest)
+
+
+def placement_of(logits: GaussianLogits) -> Placement:
+  """The placement; ValueError if the mesh does not divide the classes."""
+  if isinstance(logits.projection, Opaque):
+    return Placement()  # the layout of its classes is unknown
+  num_classes = logits.location.shape[-1]
+  shards = num_shards('vocab')
+  if num_classes % shards:
+    raise ValueError(
+      f'{num_classes} (padded) classes do not divide into {shards} shards of the model axis: '
+      f"set the head's class_multiple to a multiple of {shards}"
+    )
+  return Placement.current(logits.location.shape[0])
+
+
+@struct.dataclass
+class Tile:
+  """Classes of one step of a loop.
+
+  Attributes:
+    classes: what their logits are made from.
+    buckets: those of the classes [t], or None.
+    start: index of the first one among this device's classes.
+    ids: int32 [t], class ids.
+    counts: bool [t], False at padding and at classes that an earlier tile had.
+  """
+
+  classes: Classes
+  buckets: jax.Array | None
+  start: jax.Array | int
+  ids: jax.Array
+  counts: jax.Array
+
+  @property
+  def own_buckets(self) -> jax.Array:
+    """The buckets; ValueError if there are none."""
+    if self.buckets is None:
+      raise ValueError('Tile: classes without buckets')
+    return self.buckets
+
+  def masked(self, u: jax.Array) -> jax.Array:
+    """u [..., t] with `PADDED` where classes do not count."""
+    return jnp.where(self.counts, u, PADDED)
+
+  def is_label(self, labels: jax.Array) -> jax.Array:
+    """bool [B, L, t], which class is which label int32 [B, L]."""
+    return (labels[..., None] == self.ids) & self.counts
+
+
+def fold(
+  tiling: Tiling,
+  classes: Classes,
+  body: Callable[[Any, Tile], Any],
+  carry: Any,
+  buckets: jax.Array | None = None,
+) -> Any:
+  """The carry after body(carry, tile) of all tiles of this device's classes."""
+  num_classes = classes.num_classes
+  size = min(tiling.tile, num_classes)
+  first_class = tiling.placement.shard_index() * num_classes
+
+  def step(carry: Any, index: jax.Array | int) -> tuple[Any, None]:
+    first = index * size
+    start = jnp.minimum(first, num_classes - size)  # the last tile overlaps the one before
+    local = start + jnp.arange(size)
+    ids = first_class + local
+    counts = (local >= first) & (ids < tiling.num_classes)
+    own = buckets
+    columns = classes
+    if size < num_classes:
+      own = None if buckets is None else jax.lax.dynamic_slice_in_dim(buckets, start, size)
+      columns = classes.columns(start, size)
+    return body(carry, Tile(columns, own, start, ids, counts)), None
+
+  if size == num_classes:
+    return step(carry, 0)[0]
+  return jax.lax.scan(step, carry, jnp.arange(-(-num_classes // size)))[0]
+
+
+def pull_from_tiles(
+  tiling: Tiling,
+  classes: Classes,
+  pull: Callable[[Tile], tuple[Classes, Any]],
+  others: Any = None,
+  buckets: jax.Array | None = None,
+) -> tuple[Classes, Any]:
+  """The gradient of this device's classes and of other arrays, from that of each tile.
+
+  Each column of W is written once.
+  """
+  letters = classes.letters()
+
+  def add(total: tuple[Classes, Any], tile: Tile) -> tuple[Classes, Any]:
+    def one(letters: str, total: jax.Array, new: jax.Array) -> jax.Array:
+      if not letters.endswith('k'):
+        return total + new
+      size = new.shape[-1]
+      axis = new.ndim - 1
+      old = jax.lax.dynamic_slice_in_dim(total, tile.start, size, axis)
+      new = jnp.where(tile.counts, new, old)
+      return jax.lax.dynamic_update_slice_in_dim(total, new, tile.start, axis)
+
+    of_classes, of_others = pull(tile)
+    return (
+      jax.tree.map(one, letters, total[0], of_classes),
+      jax.tree.map(jnp.add, total[1], of_others),
+    )
+
+  zeros = jax.tree.map(jnp.zeros_like, (classes, others))
+  return fold(tiling, classes, add, zeros, buckets)
+
+
+Value = Callable[[Tile, Any, Any], jax.Array]  # (tile, constants, arrays) -> [B, t]
+
+
+def of_every_class(
+  tiling: Tiling,
+  value: Value,
+  classes: Classes,
+  *,
+  constants: Any = None,
+  constant_letters: Any = None,
+  arrays: Any = None,
+  letters: Any = None,
+  buckets: jax.Array | None = None,
+  is_sum: bool = False,
+) -> jax.Array:
+  """The values of all classes [B, Kp], or their sum [B].
+
+  Args:
+    tiling: how classes are cut.
+    value: (tile, constants, arrays) -> [B, t]; no closure over arrays.
+    classes: what logits are made from.
+    constants: what values are made from beside the classes, without a gradient.
+    constant_letters: those of its dimensions, for `Placement.shard_map`.
+    arrays: the same, with a gradient.
+    letters: those of its dimensions.
+    buckets: of the classes [Kp], or None.
+    is_sum: whether the sum is wanted.
+  """
+
+  def local(classes: Classes, buckets: Any, constants: Any, arrays: Any) -> jax.Array:
+    run = _values if classes.num_classes <= tiling.tile else _values_in_tiles
+    found = run(tiling, value, is_sum, classes, buckets, constants, arrays)
+    return found[None] if is_sum else found
+
+  of_buckets = None if buckets is None else dims('k')
+  inputs = classes.letters(), of_buckets, constant_letters, letters
+  run = tiling.placement.shard_map(local, inputs, 'kb' if is_sum else 'bk')
+  found = run(classes, buckets, constants, arrays)
+  return found.sum(axis=0) if is_sum else found
+
+
+def _values(
+  tiling: Tiling,
+  value: Value,
+  is_sum: bool,
+  classes: Classes,
+  buckets: jax.Array | None,
+  constants: Any,
+  arrays: Any,
+) -> jax.Array:
+  """The values of this device's classes [B, k], or their sum [B]."""
+
+  def body(found: jax.Array | None, tile: Tile) -> jax.Array:
+    new = value(tile, constants, arrays)
+    if is_sum:
+      new = jnp.where(tile.counts, new, 0.0).sum(axis=-1)
+      return new if found is None else found + new
+    if found is None:
+      return new
+    # Classes of an earlier tile have the same values again.
+    return jax.lax.dynamic_update_slice_in_dim(found, new, tile.start, 1)
+
+  if classes.num_classes <= tiling.tile:
+    return fold(tiling, classes, body, None, buckets)
+  start = classes.zeros() if is_sum else classes.zeros(classes.num_classes)
+  return fold(tiling, classes, body, start, buckets)
+
+
+_values_in_tiles = jax.custom_vjp(_values, nondiff_argnums=(0, 1, 2))
+
+
+def _values_fwd(
+  tiling: Tiling, value: Value, is_sum: bool, *primals: Any
+) -> tuple[jax.Array, tuple[Any, ...]]:
+  return _values(tiling, value, is_sum, *primals), primals
+
+
+def _values_bwd(
+  tiling: Tiling, value: Value, is_sum: bool, primals: tuple[Any, ...], g: jax.Array
+) -> tuple[Classes, None, None, Any]:
+  classes, buckets, constants, arrays = primals
+
+  def pull(tile: Tile) -> tuple[Classes, Any]:
+    def of(classes: Classes, arrays: Any) -> jax.Array:
+      return value(dataclasses.replace(tile, classes=classes), constants, arrays)
+
+    of_tile, to_arguments = jax.vjp(of, tile.classes, arrays)
+    own = g[:, None] if is_sum else _slice(g, tile.start, of_tile.shape[-1])
+    own = jnp.where(tile.counts, jnp.broadcast_to(own, of_tile.shape), 0.0)
+    return to_arguments(own.astype(of_tile.dtype))
+
+  of_classes, of_arrays = pull_from_tiles(tiling, classes, pull, arrays, buckets)
+  return of_classes, None, None, of_arrays
+
+
+def _slice(x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
+  return jax.lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1)
+
+
+_values_in_tiles.defvjp(_values_fwd, _values_bwd)
+
+
+# The k largest
+
+
+def largest(tiling: Tiling, log_p: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+  """The k largest of log_p [B, Kp] in order: classes int32 [B, k], and values [B, k].
+
+  A sharded `lax.top_k` gathers all classes of all examples on every device; argmax does not.
+  """
+  classes = jnp.arange(log_p.shape[-1])
+  log_p = jnp.where(classes < tiling.num_classes, log_p, PADDED)
+  top = []
+  values = []
+  for _ in range(k):
+    top.append(jnp.argmax(log_p, axis=-1).astype(jnp.int32))
+    values.append(log_p.max(axis=-1))
+    log_p = jnp.where(classes == top[-1][:, None], -jnp.inf, log_p)
+  return jnp.stack(top, axis=-1), jnp.stack(values, axis=-1)
+
+
+def largest_of_every_class(
+  tiling: Tiling,
+  k: int,
+  value: Value,
+  classes: Classes,
+  *,
+  constants: Any = None,
+  constant_letters: Any = None,
+  arrays: Any = None,
+  letters: Any = None,
+  buckets: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """The k largest values of all classes in order: ids int32 [B, k], and values [B, k].
+
+  Arguments are those of `of_every_class`, and k is at most the number of classes. No array [B, K]
+  is made: the loop keeps the k largest of those seen so far.
+  """
+
+  def local(classes: Classes, buckets: Any, constants: Any, arrays: Any) -> Any:
+    def body(carry: tuple[jax.Array, jax.Array], tile: Tile) -> tuple[jax.Array, jax.Array]:
+      best, ids = carry
+      new = tile.masked(value(tile, constants, arrays))  # [B, t]
+      own = jnp.broadcast_to(tile.ids.astype(jnp.int32), new.shape)
+      best = jnp.concatenate([best, new], axis=-1)  # [B, k + t]
+      return best_of(best, jnp.concatenate([ids, own], axis=-1), k)
+
+    start = classes.zeros(k) + 2 * PADDED
+    found = fold(tiling, classes, body, (start, jnp.zeros_like(start, jnp.int32)), buckets)
+    return best_of_shards(tiling, *found, k)
+
+  of_buckets = None if buckets is None else dims('k')
+  inputs = classes.letters(), of_buckets, constant_letters, letters
+  run = tiling.placement.shard_map(local, inputs, ('bl', 'bl'))
+  values, ids = run(classes, buckets, constants, arrays)
+  return ids, values
+
+
+def best_of(values: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+  """The k largest of n candidates [B, n]: values and class ids [B, k]."""
+  if not isinstance(values.shape[0], int):  # TensorFlow has no `top_k` of a symbolic B
+    values, ids = jax.lax.sort((-values, ids), num_keys=1)
+    return -values[:, :k], ids[:, :k]
+  values, at = jax.lax.top_k(values, k)
+  return values, jnp.take_along_axis(ids, at, axis=-1)
+
+
+def best_of_shards(
+  tiling: Tiling, values: jax.Array, ids: jax.Array, k: int
+) -> tuple[jax.Array, jax.Array]:
+  """`best_of` the candidates [B, n] of all devices that share the classes, inside `shard_map`.
+
+  They come in the order of the classes, so that the first of equal ones is kept.
+  """
+  axes = tiling.placement.vocab
+  if axes is None:
+    return values, ids
+  values, ids = (jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (values, ids))
+  return best_of(values, ids, k)
+
+
+def top_class(logits: GaussianLogits, max_bytes: int = MAX_BYTES) -> jax.Array:
+  """The class with the largest location, int32 [B]; never a padded one.
+
+      >>> import jax.numpy as jnp
+      >>> from het_plugin.integrate import GaussianLogits, top_class
+      >>> location = jnp.array([[0.0, 2.0, 1.0, 9.0]])  # the last class is padding
+      >>> logits = GaussianLogits(location, None, None, jnp.float32(1.0), num_classes=3)
+      >>> top_class(logits).tolist()
+      [1]
+
+  A location larger than `max_bytes` is searched in tiles, if it can be made on demand.
+  """
+  tiling = Tiling.of(logits, 1, max_bytes)
+  if tiling.is_whole or linear_location(logits) is None:
+    return jnp.argmax(masked(logits, logits.location), axis=-1)
+  classes = jax.lax.stop_gradient(classes_of(logits))
+  return largest_of_every_class(tiling, 1, mean_of_class, classes)[0][:, 0]
+
+
+def mean_of_class(tile: Tile, constants: None = None, arrays: None = None) -> jax.Array:
+  """mu [B, t]."""
+  return tile.classes.logits()[:, 0]

@@ -1,0 +1,253 @@
+"""Logits of samples: made in which order, and how many samples at one time.
+
+Samples are of the noise, or of the factors, whichever costs less (`projects_factors`). Classes are
+cut into tiles, so all samples are there at one time, except where what a sample takes does not
+shrink with its classes: normals and noise in the noise space with the remainder 'diag', and all
+logits of `get_logits`. Those come in chunks of samples.
+
+B examples, S samples, s of them in a chunk, K classes, T normals of a sample, Q noise dimension.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from het_plugin.integrate.classes import Classes, Tiling, classes_of
+from het_plugin.integrate.directions import Draws, rotation_to
+from het_plugin.integrate.gaussian import (
+  PADDED,
+  GaussianLogits,
+  Hashed,
+  Linear,
+  Opaque,
+  project,
+)
+from het_plugin.integrate.placement import bytes_per_device
+from het_plugin.integrate.proposal import Chosen, choose, directions
+from het_plugin.integrate.samplers import FixedPoints, Sampler, checked_keys, sobol
+
+# `MIN_ROTATED` or more Sobol points are rotated.
+MIN_ROTATED = 32
+
+
+@struct.dataclass
+class Chunk:
+  """Some samples.
+
+  Attributes:
+    classes: what their logits are made from.
+    z: normals [B, s, T] for `Classes.logits`, or None.
+    log_weight: [B, s], `PADDED` and less for samples that do not count; None if all count alike.
+  """
+
+  classes: Classes
+  z: jax.Array | None = None
+  log_weight: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+  """S samples of logits over tau, in chunks.
+
+  Attributes:
+    tiling: how classes are cut.
+    num_samples: S.
+    num_chunks: of the samples.
+    chunk: number of a chunk -> `Chunk`.
+  """
+
+  tiling: Tiling
+  num_samples: int
+  num_chunks: int
+  chunk: Callable[[jax.Array | int], Chunk]
+
+  def each(self, function: Callable[[Chunk], jax.Array]) -> jax.Array:
+    """function(chunk) of every chunk, stacked; the backward pass draws each chunk again."""
+    if self.num_chunks == 1:
+      return function(self.chunk(0))[None]
+    run = jax.checkpoint(lambda c: function(self.chunk(c)), prevent_cse=False)
+    return jax.lax.map(run, jnp.arange(self.num_chunks))
+
+  def log_sum_exp(self, function: Callable[[Chunk], jax.Array]) -> jax.Array:
+    """log of the sum of exp(function(chunk)) over chunks."""
+    first = function(self.chunk(0))
+    if self.num_chunks == 1:
+      return first
+
+    @jax.checkpoint
+    def add(total: jax.Array, c: jax.Array) -> jax.Array:
+      return jnp.logaddexp(total, function(self.chunk(c)))
+
+    rest = jnp.arange(1, self.num_chunks)
+    return jax.lax.scan(lambda total, c: (add(total, c), None), first, rest)[0]
+
+
+def of_location(logits: GaussianLogits, max_bytes: int) -> Samples:
+  """The one sample of logits without noise."""
+  return Samples(Tiling.of(logits, 1, max_bytes), 1, 1, lambda _: Chunk(classes_of(logits)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How samples are taken; attributes as those of `Integrator`, and the sampler as a function."""
+
+  num_samples: int
+  sampler: Sampler
+  rotate: bool
+  tilt: bool
+  max_bytes: int
+
+  def samples(
+    self,
+    logits: GaussianLogits,
+    keys: jax.Array | Draws | None,
+    labels: jax.Array | None = None,
+  ) -> Samples:
+    """Samples of logits with noise.
+
+    Args:
+      logits: with noise.
+      keys: typed PRNG keys [B] or [1], or draws.
+      labels: int32 [B, L] if only their probabilities are wanted; samples then follow the label of
+        an example with one (`proposal`).
+    """
+    tiling = self.tiling(logits)
+    is_one_label = labels is not None and labels.shape[-1] == 1
+    if not is_one_label or isinstance(keys, Draws) or not self._is_tilted(logits):
+      return self._samples(logits, self.draws(logits, keys, tiling), tiling)
+    keys = checked_keys('Integrator', keys, logits.location.shape[0])
+    chosen = choose(tiling, logits, labels[:, 0], keys, self.sampler, self.num_samples)
+    return self._samples(logits, chosen, tiling)
+
+  def draws(
+    self, logits: GaussianLogits, keys: jax.Array | Draws | None, tiling: Tiling | None = None
+  ) -> Draws:
+    """Where samples of all classes' probabilities are taken."""
+    batch = logits.location.shape[0]
+    if isinstance(keys, Draws):
+      checked_keys('Integrator', keys.keys, batch)
+      return keys
+    keys = checked_keys('Integrator', keys, batch)
+    is_rotated = self.rotate and self.num_samples >= MIN_ROTATED
+    if not is_rotated or not self._is_refined(logits):
+      return Draws(keys)
+    return Draws(keys, rotation_to(directions(tiling or self.tiling(logits), logits)))
+
+  def _is_tilted(self, logits: GaussianLogits) -> bool:
+    # A proposal takes more points than there are fixed ones.
+    is_fixed = isinstance(self.sampler, FixedPoints)
+    return self.tilt and not is_fixed and self._is_refined(logits)
+
+  def _is_refined(self, logits: GaussianLogits) -> bool:
+    """Whether draws may be tilted and rotated."""
+    is_known = logits.link == 'softmax' and not isinstance(logits.projection, Opaque)
+    source = self.sampler.sampler if isinstance(self.sampler, FixedPoints) else self.sampler
+    return is_known and source is sobol
+
+  def tiling(self, logits: GaussianLogits) -> Tiling:
+    """How the classes of sampled logits are cut."""
+    noise = logits.noise
+    num_rows = self.num_samples
+    is_full = logits.projection is None and noise.scale is None
+    if is_full or projects_factors(logits, self.num_samples):
+      num_rows += noise.num_factors + 2
+    tiling = Tiling.of(logits, num_rows, self.max_bytes)
+    if _has_tiles(logits):
+      return tiling
+    return dataclasses.replace(tiling, tile=logits.location.shape[-1])
+
+  def _samples(self, logits: GaussianLogits, draws: Draws | Chosen, tiling: Tiling) -> Samples:
+    """Samples that are taken at the draws."""
+    num_samples = 2 * draws.num_pairs if isinstance(draws, Chosen) else self.num_samples
+    num_chunks = -(-num_samples // _samples_at_once(logits, num_samples, self.max_bytes))
+    size = -(-num_samples // num_chunks)  # of nearly equal size: less of the last one is wasted
+    batch = logits.location.shape[0]
+    noise = logits.noise
+    over_tau = noise.scaled(1.0 / logits.temperature)
+    projection = logits.projection
+
+    def normals(index: jax.Array) -> jax.Array:
+      """z [B, s, T]."""
+      z = draws.normals(self.sampler, index, noise.num_normals)
+      # Shared draws are repeated per example: as one product for the batch, with classes and
+      # examples in one dimension, samples took 1.6 times as long on a CPU.
+      return jnp.broadcast_to(z, (batch, *z.shape[1:])).astype(noise.diag.dtype)
+
+    def classes_at(index: jax.Array) -> tuple[Classes, jax.Array | None]:
+      """The classes of samples with numbers [s], and their normals."""
+      if isinstance(projection, Opaque):
+        z = normals(index)
+        phi = projection.phi[:, None] + noise.noise(z)  # [B, s, D]
+        u = projection.get_logits(projection.params, phi.reshape(-1, phi.shape[-1]))
+        u = u.reshape(*phi.shape[:2], -1).astype(noise.diag.dtype)  # [B, s, K]
+        return Classes(location=u / logits.temperature), None
+      if isinstance(projection, Linear):
+        if projects_factors(logits, num_samples):
+          return classes_of(logits, over_tau.factors(), 'factors'), normals(index)
+        if isinstance(draws, Chosen) and num_chunks == 1:
+          # Only the mean and the differences are projected.
+          mean, away = draws.mean_and_away(
+            self.sampler, index[: draws.num_pairs], noise.num_normals
+          )
+          rows = jnp.concatenate([mean, away], axis=1).astype(noise.diag.dtype)
+          return classes_of(logits, over_tau.noise(rows), 'pairs'), None
+        return classes_of(logits, over_tau.noise(normals(index))), None
+      location = logits.location[:, None] / logits.temperature
+      if _has_tiles(logits):
+        return Classes(location=location, noise=project(over_tau, projection)), normals(index)
+      eps = over_tau.noise(normals(index))  # [B, s, Q]
+      eps = eps[..., projection.buckets] if isinstance(projection, Hashed) else eps
+      return Classes(location=location + eps), None
+
+    def chunk(c: jax.Array | int) -> Chunk:
+      index = c * size + jnp.arange(size)
+      log_weight = draws.log_weight(index)
+      if num_samples % size:
+        log_weight = jnp.zeros(size) if log_weight is None else log_weight
+        log_weight = jnp.where(index < num_samples, log_weight, 2 * PADDED)
+      if log_weight is not None:
+        log_weight = jnp.broadcast_to(log_weight, (batch, size)).astype(noise.diag.dtype)
+      return Chunk(*classes_at(index), log_weight)
+
+    return Samples(tiling, num_samples, num_chunks, chunk)
+
+
+def _has_tiles(logits: GaussianLogits) -> bool:
+  """Whether the samples of a range of classes can be made alone."""
+  projection = logits.projection
+  if isinstance(projection, Opaque):
+    return False
+  # A remainder 'diag' of classes or buckets has a normal for each.
+  return isinstance(projection, Linear) or logits.noise.remainder == 'rank_one'
+
+
+def _samples_at_once(logits: GaussianLogits, num_samples: int, max_bytes: int) -> int:
+  """Samples of a chunk."""
+  num_classes = logits.location.shape[-1]
+  noise = logits.noise
+  num_values = noise.num_normals
+  if not _has_tiles(logits):
+    num_values += 2 * num_classes
+  elif isinstance(logits.projection, Linear) and not projects_factors(logits, num_samples):
+    num_values += noise.diag.shape[-1]
+  bytes_a_sample = bytes_per_device(logits.location) * num_values / num_classes
+  return min(num_samples, max(1, int(max_bytes / bytes_a_sample)))
+
+
+def projects_factors(logits: GaussianLogits, num_samples: int) -> bool:
+  """Whether W projects the R + 1 factors in place of S samples, because that costs less:
+
+  sample then project   S (R + 1) Q + S Q K
+  project then sample   (R + 1) Q K + S (R + 1) K
+  """
+  if not isinstance(logits.projection, Linear) or not logits.has_factors:
+    return False
+  num_classes = logits.location.shape[-1]
+  noise_dim = logits.noise.diag.shape[-1]
+  num_factors = logits.noise.num_factors + 1
+  of_samples = num_samples * (num_factors * noise_dim + noise_dim * num_classes)
+  of_factors = num_factors * noise_dim * num_classes + num_samples * num_factors * num_classes
+  return of_factors <= of_samples
