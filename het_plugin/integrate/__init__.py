@@ -31,8 +31,7 @@ from het_plugin.integrate.samplers import (
 )
 
 CONFIGURABLES = {
-  'integrator': ('Integrator',),
-  'location': ('Location',),
+  'integrator': ('Integrator', 'Location'),
 }
 # Settings that may change between two starts of a run without changing its results
 # (config/changes.py).

@@ -252,7 +252,7 @@ def test_log_prob_of_a_million_classes_keeps_no_samples(name, arrays, num_sample
     return Integrator(num_samples).log_prob(head.apply(params, phi), keys)
 
   temp = jax.jit(log_prob).lower(params, phi).compile().memory_analysis().temp_size_in_bytes
-  assert temp < (arrays + 1) * 16e6
+  assert temp < (arrays + 1.1) * 16e6
 
 
 @pytest.mark.slow
