@@ -8,5 +8,5 @@ beside a study's README is an ablation (`python -m studies.ablate`).
 CONFIGURABLES = {
   'ablation': ('Ablation',),
   'analyses': ('ExampleNLL', 'NoiseEffect', 'RowSpaceAlignment'),
-  'flops': ('Flops',),
+  'flops': ('Flops', 'linear_classifier'),
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
 import gin
 from het_plugin import integrate, reporting
@@ -18,6 +19,11 @@ from studies.study import Request, check_labels, check_settings
 
 _CHANNELS = 3
 _GIGA = 1e9
+
+
+def linear_classifier(num_classes: int) -> nn.Module:
+  """W and b of HET-XL as `get_logits`, which takes samples one by one: the paper's order."""
+  return nn.Dense(num_classes)
 
 
 @dataclasses.dataclass(frozen=True)

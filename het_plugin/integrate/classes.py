@@ -33,8 +33,8 @@ from het_plugin.integrate.gaussian import (
 )
 from het_plugin.integrate.placement import Placement, bytes_per_device, dims, num_shards
 
-# Where the logits of all classes are more than the budget, the arrays of a tile take this share.
-TILE_SHARE = 4
+# Where the logits of all classes are more than the budget, the arrays of a tile take a half of it.
+TILE_SHARE = 2
 TILE_MULTIPLE = 128  # the width of a TPU's registers
 MAX_BYTES = 2**26
 

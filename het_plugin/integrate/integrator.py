@@ -61,7 +61,7 @@ class Integrator:
       logits; unbiased as well.
     max_bytes: budget of the logits of all samples and classes, in bytes per device; with a symbolic
       B, of those of one example. Above it they are made in tiles of classes, whose arrays take a
-      quarter of it: memory is then independent of K and S, and every logit is computed twice.
+      half of it: memory is then independent of K and S, and every logit is computed twice.
     principal_factors: m >= 1, the factors of HET-XL that the exact method projects by W instead of
       R + 1; the rest is noise that is independent across dimensions (`principal`), and costs as
       much as one factor more. None, or m of at least R, is the exact integral. Applies to the link

@@ -151,6 +151,8 @@ class Sampling:
     """How the classes of sampled logits are cut."""
     noise = logits.noise
     num_rows = self.num_samples
+    if logits.projection is None:  # noise and logits are arrays of their own
+      num_rows *= 2
     is_full = logits.projection is None and noise.scale is None
     if is_full or projects_factors(logits, self.num_samples):
       num_rows += noise.num_factors + 2

@@ -111,10 +111,10 @@ def test_one_of_several_runs_must_use_it(run_main, tmp_path):
 def test_what_hides_a_setting(caplog):
   with pytest.raises(ValueError, match='^Integrator.num_samples = 8 is used by nothing: the run t'):
     uses.check([], config_text('het_xl', 'Integrator.num_samples = 8'))  # a file of ours
-  of_files = ["Integrator.max_bytes = 2", "eval/Integrator.max_bytes = 3"]
-  of_files += ["train/Integrator.max_bytes = 3"]
+  of_files = ['Integrator.max_bytes = 2', 'eval/Integrator.max_bytes = 3']
+  of_files += ['train/Integrator.max_bytes = 3']
   uses.check([], config_text('het_xl', *of_files))  # two layers of another's files
-  assert "Integrator.max_bytes = 2 is used by nothing" in caplog.text
+  assert 'Integrator.max_bytes = 2 is used by nothing' in caplog.text
   caplog.clear()
   typed = ['HEAD/HetXL.num_factors = 3']  # what was typed, a file of ours
   uses.check(typed, config_text('het_xl', *typed))

@@ -146,7 +146,7 @@ def test_a_w_in_bfloat16(name, link):
   head, params, phi = problem(name, link, jnp.bfloat16)
   whole = Integrator(33, tilt=False, rotate=False)
   expected = value_and_gradient(whole, head, params, phi, LABELS)
-  tiled = dataclasses.replace(whole, max_bytes=MAX_BYTES)
+  tiled = dataclasses.replace(whole, max_bytes=50_000)
   assert_close(value_and_gradient(tiled, head, params, phi, LABELS), expected, 1e-2)
 
 
@@ -233,7 +233,7 @@ def temporary_bytes(name, link, num_classes, **settings):
 )
 def test_memory_does_not_grow_with_classes(name, link):
   small, large = (temporary_bytes(name, link, k, max_bytes=2**20) for k in (2**14, 2**17))
-  assert large <= 1.05 * small + 2**12
+  assert large <= 1.05 * small + 2**15
   assert small < temporary_bytes(name, link, 2**14) or name == 'det'
 
 
