@@ -457,11 +457,34 @@ def _dynamic_slice(graph: Graph, eqn: Equation, x: Value, *starts: Value) -> Val
       continue
     if not isinstance(dim, int):
       raise NotImplementedError('a slice of the rows of a batch')
-    start = graph.op('Cast', graph.reshape(start, [1]), to=_onnx_type(np.int64))
-    start = graph.op('Min', graph.op('Max', start, graph.ints([0])), graph.ints([dim - size]))
-    end = graph.op('Add', start, graph.ints([size]))
+    start, end = _ends(graph, start, size, dim)
     x = graph.op('Slice', x, start, end, graph.ints([axis]))
   return x
+
+
+def _dynamic_update_slice(
+  graph: Graph, eqn: Equation, x: Value, update: Value, *starts: Value
+) -> Value:
+  shape, sizes = (atom.aval.shape for atom in eqn.invars[:2])
+  cut = [
+    axis for axis, size in enumerate(sizes) if not (size is shape[axis] or size == shape[axis])
+  ]
+  if not cut:
+    return update
+  if len(cut) > 1 or not isinstance(shape[cut[0]], int):
+    raise NotImplementedError('an update of several dimensions, or of the rows of a batch')
+  (axis,) = cut
+  start, end = _ends(graph, starts[axis], sizes[axis], shape[axis])
+  before = graph.op('Slice', x, graph.ints([0]), start, graph.ints([axis]))
+  after = graph.op('Slice', x, end, graph.ints([shape[axis]]), graph.ints([axis]))
+  return graph.op('Concat', before, update, after, axis=axis)
+
+
+def _ends(graph: Graph, start: Value, size: int, dim: int) -> tuple[Value, Value]:
+  """Start and end [1] of a slice, moved into a dimension."""
+  start = graph.op('Cast', graph.reshape(start, [1]), to=_onnx_type(np.int64))
+  start = graph.op('Min', graph.op('Max', start, graph.ints([0])), graph.ints([dim - size]))
+  return start, graph.op('Add', start, graph.ints([size]))
 
 
 def _split(graph: Graph, eqn: Equation, x: Value) -> list[Value]:
@@ -659,6 +682,7 @@ OPERATIONS: dict[str, Callable] = {
   'dim_as_value': _dim_as_value,
   'dot_general': _dot,
   'dynamic_slice': _dynamic_slice,
+  'dynamic_update_slice': _dynamic_update_slice,
   'erfc': _erfc,
   'expand_dims': _to_output_shape,
   'expm1': _expm1,
