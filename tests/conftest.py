@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-_OURS = ('het_plugin', 'launch', 'benchmarks', 'studies')  # packages with mains
+_OURS = ('het_plugin', 'launch', 'benchmarks', 'studies', 'tests')  # packages with flags
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
 # Read by JAX and TensorFlow when they are first imported, which is after this file.

@@ -164,11 +164,13 @@ def run(settings: Settings) -> reporting.Report:
     trainings.complete(of_setting, run_dir, forget_predictions)
   predict = functools.partial(_predictions, trained, folder, settings.batch_size)
   report = select.ensemble(
-    validation=predict(split),
-    test=predict(test_split) if test_split else [],
-    names=list(trained),
-    max_members=settings.max_members,
-    replacement=settings.replacement,
+    select.Settings(
+      validation=predict(split),
+      test=predict(test_split) if test_split else (),
+      names=tuple(trained),
+      max_members=settings.max_members,
+      replacement=settings.replacement,
+    )
   )
   ranking = [f'{names[i]}: {proxy[names[i]]:.4f}' for i in order]
   return dataclasses.replace(
@@ -267,7 +269,7 @@ def _accuracy(read: Rows, k: Sequence[int], metric: str) -> float:
 
 def _predictions(
   trained: Mapping[str, Path], folder: Path, batch_size: int, split: str
-) -> list[str]:
+) -> tuple[str, ...]:
   """Files of what the runs predict for a split; those that exist are of a complete run."""
   files = []
   for name, run in trained.items():
@@ -284,7 +286,7 @@ def _predictions(
       evaluate.evaluate(settings, target)
       found = processes.in_the_first(find)  # which has written it
     files.append(found)
-  return files
+  return tuple(files)
 
 
 def _file_in(folder: Path) -> str:

@@ -16,7 +16,6 @@ both. A flag that a subcommand does not read is refused.
 """
 
 import dataclasses
-import inspect
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -34,13 +33,21 @@ from het_plugin.evaluation.candidates import (
   split_sources,
 )
 from het_plugin.evaluation.names import naming
-from het_plugin.measures import fewshot, greedy_ensemble, knn, rankme, votes
+from het_plugin.measures import fewshot, greedy_ensemble, votes
 from het_plugin.measures import knn as neighbors
 from het_plugin.measures import rankme as effective_rank
 from het_plugin.measures.ranking import best_first, rank_agreement
 from het_plugin.runs.sources import open_source
 from het_plugin.system.ranges import Count
 
+_MEMBERS = ('max_members', 'replacement')
+_PROXIES = ('train', 'test', 'k', 'metric', 'max_examples')
+# {measure: the flags that it reads}
+_READ = {
+  'knn': _PROXIES,
+  'rank': (*_PROXIES, 'keep', 'shots', 'seeds', 'l2'),
+  'ensemble': ('validation', 'test', *_MEMBERS),
+}
 _RANKME = (
   'and RankMe, the effective rank of the representations (Garrido et al. 2023, eq. 1), from 1 to '
   'the smaller of D and the number of examples'
@@ -77,12 +84,12 @@ class Settings(Gin):
   test: Repeated[str] = ()
   names: tuple[str, ...] | None = None
   k: tuple[Count, ...] = (1,)
-  metric: Annotated[str, OneOf(knn.METRICS)] = 'euclidean'
+  metric: Annotated[str, OneOf(neighbors.METRICS)] = 'euclidean'
   keep: str = '1'
   shots: tuple[Count, ...] = (1, 5, 10, 25)
   seeds: tuple[int, ...] = (0, 1, 2)
   l2: float | Literal['loo', 'heldout'] = 'loo'
-  max_examples: Count = rankme.MAX_EXAMPLES
+  max_examples: Count = effective_rank.MAX_EXAMPLES
   max_members: Count = 10
   replacement: bool = True
   json: str | None = None
@@ -90,31 +97,21 @@ class Settings(Gin):
   html: str | None = None
 
 
-def knn(
-  *,
-  train: Sequence[str],
-  test: Sequence[str],
-  names: Sequence[str] | None,
-  k: Sequence[int],
-  metric: str,
-  max_examples: int,
-) -> reporting.Report:
+def knn(settings: Settings) -> reporting.Report:
   """k-nearest-neighbour accuracy of every candidate, on test files or leaving one out; RankMe."""
-  names = candidate_names(names, train, test)
+  train, test, k = settings.train, settings.test, settings.k
+  names = candidate_names(settings.names, train, test)
   check_representations(train, test)
   sources = zip(train, test, strict=True) if test else zip(train)
-  rows = [
-    _measured(name, of_name, k, metric, max_examples)
-    for name, of_name in zip(names, sources, strict=True)
-  ]
+  rows = [_measured(name, of_name, settings) for name, of_name in zip(names, sources, strict=True)]
   rows.sort(key=lambda row: -row['accuracy'][k[0]])
   lines = {row['candidate']: (k, [row['accuracy'][n] for n in k]) for row in rows}
   measured = 'the test examples' if test else 'the training examples, each left out in turn'
   return reporting.Report(
     row_title='candidate',
     title='k-nearest-neighbour accuracy',
-    introduction=f'Accuracy of the vote of the k nearest training examples ({metric} distance) on '
-    f'{measured}, {_RANKME}.',
+    introduction=f'Accuracy of the vote of the k nearest training examples ({settings.metric} '
+    f'distance) on {measured}, {_RANKME}.',
     rows=[_columns(row) for row in rows],
     draw=lambda: _figure(
       reporting.lines_png(
@@ -122,38 +119,25 @@ def knn(
       ),
       'Accuracy against the number of neighbours.',
     ),
-    json={'metric': metric, 'leave_one_out': not test, 'rows': rows},
+    json={'metric': settings.metric, 'leave_one_out': not test, 'rows': rows},
   )
 
 
-def rank(
-  *,
-  train: Sequence[str],
-  test: Sequence[str],
-  names: Sequence[str] | None,
-  k: Sequence[int],
-  metric: str,
-  max_examples: int,
-  keep: str,
-  shots: Sequence[int],
-  seeds: Sequence[int],
-  l2: float | str,
-) -> reporting.Report:
+def rank(settings: Settings) -> reporting.Report:
   """The proxies of every candidate, and few-shot accuracy of the `keep` best by the first k."""
-  fewshot.check_settings(shots, seeds, l2)
-  names = candidate_names(names, train, test)
+  train, test, k = settings.train, settings.test, settings.k
+  shots = settings.shots
+  fewshot.check_settings(shots, settings.seeds, settings.l2)
+  names = candidate_names(settings.names, train, test)
   if not test:
     raise ValueError('--test is not set; rank measures few-shot accuracy on test files')
-  num_kept = number_to_keep(keep, names)
+  num_kept = number_to_keep(settings.keep, names)
   check_representations(train, test)
 
-  rows = [
-    _measured(name, [source], k, metric, max_examples)
-    for name, source in zip(names, train, strict=True)
-  ]
+  rows = [_measured(name, [source], settings) for name, source in zip(names, train, strict=True)]
   order = best_first([row['accuracy'][k[0]] for row in rows])
   for i in order[:num_kept]:
-    rows[i]['few_shot'] = _few_shot(train[i], test[i], shots=shots, seeds=seeds, l2=l2)
+    rows[i]['few_shot'] = _few_shot(train[i], test[i], **settings.chosen('shots', 'seeds', 'l2'))
   rows = [rows[i] for i in order]
   kept = rows[:num_kept]
   proxy = [row['accuracy'][k[0]] for row in kept]
@@ -175,8 +159,8 @@ def rank(
   return reporting.Report(
     row_title='candidate',
     title='Candidates for a task',
-    introduction=f'Leave-one-out accuracy of the k nearest training examples ({metric} distance) '
-    f'and few-shot accuracy on the test examples of the best {len(kept)}, {_RANKME}.',
+    introduction=f'Leave-one-out accuracy of the k nearest training examples ({settings.metric} '
+    f'distance) and few-shot accuracy on the test examples of the best {len(kept)}, {_RANKME}.',
     rows=[_columns(row) for row in rows],
     notes=notes,
     draw=lambda: _figure(
@@ -189,7 +173,7 @@ def rank(
       'Few-shot accuracy against the proxy.',
     ),
     json={
-      'metric': metric,
+      'metric': settings.metric,
       'rows': [
         row | {'few_shot': {n: x.record() for n, x in row.get('few_shot', {}).items()}}
         for row in rows
@@ -199,16 +183,10 @@ def rank(
   )
 
 
-def ensemble(
-  *,
-  validation: Sequence[str],
-  test: Sequence[str],
-  names: Sequence[str] | None,
-  max_members: int,
-  replacement: bool,
-) -> reporting.Report:
+def ensemble(settings: Settings) -> reporting.Report:
   """A greedy ensemble beside the best single candidate and the average of all."""
-  names = candidate_names(names, validation, test, flag='validation')
+  validation, test = settings.validation, settings.test
+  names = candidate_names(settings.names, validation, test, flag='validation')
   # The test files are also read now, so that a wrong one is found before anything is computed.
   labels = []
   meanings = []
@@ -218,9 +196,7 @@ def ensemble(
   for i, of_test in enumerate(same_predictions(test, 'test')):
     rows_lib.check_pair((validation[i], test[i]), (meanings[i], of_test.meaning))
 
-  members, path = greedy_ensemble.greedy_ensemble(
-    np.stack(labels), max_members=max_members, replacement=replacement
-  )
+  members, path = greedy_ensemble.greedy_ensemble(np.stack(labels), **settings.chosen(*_MEMBERS))
   shares = np.bincount(members, minlength=len(names)) / len(members)
   best = members[0]  # the first step finds the best single candidate
   ensembles = {
@@ -246,8 +222,8 @@ def ensemble(
     row_title='candidate',
     title='Greedy ensemble',
     introduction=f'Members out of {reporting.counted(len(names), "candidate")}, added one by one '
-    f'for the smallest validation NLL {"with" if replacement else "without"} replacement; an '
-    'ensemble predicts the average of probabilities.',
+    f'for the smallest validation NLL {"with" if settings.replacement else "without"} replacement; '
+    'an ensemble predicts the average of probabilities.',
     rows=[
       {'name': row['ensemble'], 'members': row['num_members']}
       | {
@@ -280,7 +256,6 @@ def ensemble(
 
 
 MEASURES = {'knn': knn, 'rank': rank, 'ensemble': ensemble}
-_READ = {name: [*inspect.signature(measure).parameters] for name, measure in MEASURES.items()}
 
 
 def run(settings: Settings) -> reporting.Report:
@@ -296,19 +271,19 @@ def run(settings: Settings) -> reporting.Report:
     if readers := ', '.join(name for name, flags in _READ.items() if flag in flags):
       raise ValueError(f'--{flag} has no effect on {measure}: {readers} read it')
   settings.refuse(['gin_file', 'gin_bindings'], f'{measure}, which reads files only')
-  values = settings.chosen(*_READ[measure])
-  for name in {'train', 'validation', 'test'} & set(values):
-    values[name] = [source for text in values[name] for source in split_sources(text)]
-  return MEASURES[measure](**values)
+  sources = settings.chosen('train', 'validation', 'test')
+  split = {
+    name: tuple(source for text in texts for source in split_sources(text))
+    for name, texts in sources.items()
+  }
+  return MEASURES[measure](dataclasses.replace(settings, **split))
 
 
 def _figure(png: bytes, caption: str) -> dict[str, reporting.Figure]:
   return {'plot': reporting.Figure(png, caption)}
 
 
-def _measured(
-  name: str, sources: Sequence[str], ks: Sequence[int], metric: str, max_examples: int
-) -> dict[str, Any]:
+def _measured(name: str, sources: Sequence[str], settings: Settings) -> dict[str, Any]:
   """The row of a candidate in the JSON, from (train, test), or leaving one out from (train,)."""
   opened = map(open_source, sources)
   splits = [source.rows(split) for source, split in zip(opened, ('train', None), strict=False)]
@@ -316,11 +291,11 @@ def _measured(
   for source, split in zip(sources, splits, strict=True):
     with naming(source):
       arrays += [split.features, split.consensus]
-  sigma = effective_rank.singular_values(splits[0].features, max_examples)
+  sigma = effective_rank.singular_values(splits[0].features, settings.max_examples)
   return {
     'candidate': name,
     'pre_logits_dim': splits[0].features.shape[1],
-    'accuracy': neighbors.knn_accuracy(*arrays, ks=ks, metric=metric),
+    'accuracy': neighbors.knn_accuracy(*arrays, ks=settings.k, metric=settings.metric),
     'rankme': effective_rank.rankme(sigma),
   }
 

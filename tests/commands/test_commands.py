@@ -1,17 +1,21 @@
 """het-plugin COMMAND: every command by its name, with complete help; settings as flags."""
 
+import dataclasses
 import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 from absl import flags
 
 from het_plugin import __main__ as front
 from het_plugin.cli import command_line
+from het_plugin.cli import settings as cli
+from het_plugin.system.ranges import Count
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,6 +35,67 @@ def test_help_has_every_flag_of_a_command(name, parsed_flags):
     defined = set(flags.FLAGS) - before
   assert chosen.__doc__ in text
   assert defined and defined <= set(re.findall(r'^  --(?:\[no\])?(\w+)$', text, re.M))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfEachKind(cli.CommandSettings):
+  """One flag of each kind.
+
+  Attributes:
+    name: Some text,
+      over two lines.
+    kind: One of some words.
+    top: A number: at least 1.
+    share: Any number.
+    strength: A number or a word.
+    deep: True or false.
+    mesh: Two or three numbers.
+    shots: Numbers or a word.
+    files: One each.
+  """
+
+  aliases = {'path': 'files'}
+
+  name: str | None = None
+  kind: Annotated[str, cli.OneOf(('a', 'b'))] = 'a'
+  top: Count = 5
+  share: float = 0.5
+  strength: float | Literal['auto'] = 'auto'
+  deep: bool = True
+  mesh: tuple[Count, Count] | tuple[Count, Count, Count] | None = None
+  shots: tuple[Count | Literal['all'], ...] = (1, 5)
+  files: cli.Repeated[str] = ()
+
+
+def test_fields_of_settings_are_flags(parsed_flags):
+  with parsed_flags(OfEachKind):
+    assert OfEachKind.parsed() == OfEachKind()  # the defaults go through text and back
+    assert flags.FLAGS['name'].help == 'Some text, over two lines.'
+  given = ['--name', 'x', '--kind=b', '--top=2', '--share=1', '--strength=3', '--nodeep']
+  given += ['--mesh=2,1', '--shots=3,all', '--files=a,b', '--path=c']
+  with parsed_flags(OfEachKind, *given) as words:
+    found = OfEachKind.parsed(words[1:])
+  assert dataclasses.asdict(found) == {
+    'given': {*dataclasses.asdict(found)} - {'given', 'words'},
+    'words': (),
+    'name': 'x',
+    'kind': 'b',
+    'top': 2,
+    'share': 1.0,
+    'strength': 3.0,
+    'deep': False,
+    'mesh': (2, 1),
+    'shots': (3, 'all'),
+    'files': ('a,b', 'c'),
+  }
+  with pytest.raises(ValueError, match='--top has no effect on words'):
+    found.refuse(['top'], 'words')
+  for wrong in ('--mesh=2', '--shots=0', '--strength=-1', '--strength=none'):
+    with parsed_flags(OfEachKind, wrong), pytest.raises(ValueError, match=f'{wrong} must be'):
+      OfEachKind.parsed()
+  for wrong in ('--top=0', '--kind=c', '--share=x'):
+    with pytest.raises(flags.IllegalFlagValueError), parsed_flags(OfEachKind, wrong):
+      pass
 
 
 def test_commands_are_listed_and_dispatched():
