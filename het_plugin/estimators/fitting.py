@@ -206,7 +206,10 @@ class _Data:
       limits: dict[str, Any] = {'tol': settings.tol, 'max_iter': max_iter}
       limits |= {'progress': settings.progress, 'stops': stops}
       num_iterations = 0
-      for part, gap in rows.stages(model):
+      for part, gap, title in rows.stages(model):
+        if title and settings.progress:
+          before = [settings.progress] if isinstance(settings.progress, str) else []
+          limits['progress'] = ', '.join([*before, title])
         params = placement.place_params(model, params, settings.mesh)
         with warnings.catch_warnings():
           if part is not rows:
@@ -228,7 +231,7 @@ class _Data:
       """A short search with less regularisation of the noise. Under the full one, noise in slightly
       wrong directions vanishes before it has turned to better ones.
       """
-      first, _ = next(rows.stages(model))
+      first, *_ = next(rows.stages(model))
       weaker = dataclasses.replace(first, noise_strength=first.noise_strength / GROWTH)
       with warnings.catch_warnings():
         warnings.simplefilter('ignore', ConvergenceWarning)

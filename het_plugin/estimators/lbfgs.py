@@ -193,6 +193,15 @@ def gap_of(values: Sequence[float], by_curvature: float) -> float:
   return max(by_curvature, after * ratio / (1.0 - ratio))
 
 
+def _iterations_left(gradients: Sequence[float], tol: float) -> float | None:
+  """How many more until the gradient is `tol`, if it goes on to fall as in the last ones."""
+  recent = np.log(gradients[-10:])
+  if len(recent) < 3:
+    return None
+  slope = np.polyfit(np.arange(len(recent)), recent, 1)[0]
+  return max(1.0, (recent[-1] - math.log(tol)) / -slope) if slope < 0 else None
+
+
 class StoppedError(Exception):
   """Somebody ends the fit, which keeps its best parameters."""
 
@@ -232,6 +241,7 @@ def minimise(
   stage = FIRST_STAGE
   failures = 0
   values = []
+  gradients = []
   left = math.inf  # the gap
   value = math.nan
   largest = math.inf
@@ -274,7 +284,9 @@ def minimise(
         values.append(float(value))
         left = gap_of(values, -float(slope) / 2)
         is_close = left <= close and (is_det or num_iterations >= FIRST_STAGE)
-        bar.update(1, f'objective {value:.6f}, gradient {largest:.1e}')
+        gradients.append(float(largest))
+        note = f'objective {value:.6f}, gradient {largest:.1e}'
+        bar.update(1, note, _iterations_left(gradients, tol))
       params = unwhiten(model, theta, whitening)
       if num_iterations >= max_iter or is_stopped:
         break

@@ -67,10 +67,10 @@ class Blocks:
     stride = self.weight.size // num_rows
     return self if stride < 2 else _strided(self, stride)
 
-  def stages(self, model: Model) -> Iterator[tuple['Blocks', float]]:
-    """Rows that are fitted one after the other, and the gap at which a fit may end: all, and 0."""
+  def stages(self, model: Model) -> Iterator[tuple['Blocks', float, str]]:
+    """Rows that are fitted one after the other, the gap at which a fit may end, and a title."""
     del model
-    yield self, 0.0
+    yield self, 0.0, ''
 
 
 @functools.partial(compilation.jit, static_argnums=1)

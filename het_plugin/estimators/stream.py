@@ -153,11 +153,17 @@ class Stream:
       spilled.write(draws.rotation)
     return dataclasses.replace(self, spilled=spilled)
 
-  def stages(self, model: Model) -> Iterator[tuple[Any, float]]:
-    """Parts of the rows, the last of which is the whole, and gaps at which their fits may end.
+  def stages(self, model: Model) -> Iterator[tuple[Any, float, str]]:
+    """Parts of the rows, the last of which is the whole, with gaps and titles.
 
     DET is fitted to the whole up to its tolerance.
     """
+
+    def stage(part, rows):
+      gap = GAP_SHARE * num_params / (2 * len(part))
+      title = f'{len(part):,} of {len(self):,} rows from disk'
+      return rows, gap if part is not self or model.head != 'det' else 0.0, title
+
     num_params = sum(int(np.prod(x)) for x in model.param_shapes(self.width).values())
     row_bytes = 4 * self.width + self.values.itemsize * self.values.shape[1]
     row_bytes += 64 * (1 + dict(model.noise).get('num_factors', 0)) * model.is_sampled
@@ -165,12 +171,9 @@ class Stream:
     for share in SHARES[:-1]:
       places = (np.flatnonzero(runs < share)[:, None] * RUN_ROWS + np.arange(RUN_ROWS)).ravel()
       part = dataclasses.replace(self, order=places[places < len(self)])
-      gap = GAP_SHARE * num_params / (2 * len(part))
-      if len(part) * row_bytes <= HELD_BYTES:
-        yield part._read(slice(0, len(part))), gap
-      else:
-        yield part, gap
-    yield self, 0.0 if model.head == 'det' else GAP_SHARE * num_params / (2 * len(self))
+      is_held = len(part) * row_bytes <= HELD_BYTES
+      yield stage(part, part._read(slice(0, len(part))) if is_held else part)
+    yield stage(self, self)
 
 
 def make_stream(

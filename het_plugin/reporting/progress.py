@@ -61,8 +61,14 @@ class Progress:
     is_default = first is None or self._pause == math.inf
     self._next = self._start + (self._pause if is_default else first)
 
-  def update(self, number: int = 1, note: str = '') -> None:
-    """Adds to the count; `note` is shown behind it, such as a loss."""
+  def update(self, number: int = 1, note: str = '', left: float | None = None) -> None:
+    """Adds to the count.
+
+    Args:
+      number: what is added.
+      note: shown behind it, such as a loss.
+      left: about how much is left, where a loop may end before its total; None is all of it.
+    """
     now = time.monotonic()
     if self.count == self._done and number <= (self._total - self.count) / 10:
       self._start = now
@@ -74,9 +80,11 @@ class Progress:
       return
     self._next = now + self._pause
     rate = (self.count - self._start_count) / max(now - self._start, 1e-9)
-    left = datetime.timedelta(seconds=round(max(0, self._total - self.count) / max(rate, 1e-9)))
+    still = max(0, self._total - self.count)
+    still = still if left is None else min(still, left)
+    eta = datetime.timedelta(seconds=round(still / max(rate, 1e-9)))
     shown = f'{rate:,.0f}' if rate >= 10 else f'{rate:.2g}'
-    behind = ', '.join(filter(None, [f'{self._unit}, {shown}/s', note, f'ETA {left}']))
+    behind = ', '.join(filter(None, [f'{self._unit}, {shown}/s', note, f'ETA {eta}']))
     if self._bar is None:
       line = f'{self._title}: {self.count:,} of {self._total:,} {behind}'
       print(line, file=self._stream, flush=True)

@@ -53,7 +53,7 @@ def mapped(x, folder):
   return np.load(folder / 'x.npy', mmap_mode='r')
 
 
-def test_rows_on_disk_have_the_fit_of_memory(data, tmp_path, small_parts):
+def test_rows_on_disk_have_the_fit_of_memory(data, tmp_path, small_parts, monkeypatch):
   x, y = data
   weight = np.where(np.arange(len(x)) % 5, 1.0 + np.arange(len(x)) % 2, 0.0)
   of_memory = DetClassifier(10.0).fit(x, y, weight)
@@ -63,7 +63,18 @@ def test_rows_on_disk_have_the_fit_of_memory(data, tmp_path, small_parts):
     rows_of = Rows({'features': x[part]}, y[part, None].astype(np.int32), index)
     write(tmp_path / f'train-{number}.safetensors', rows_of)
   files = str(tmp_path / 'train-*.safetensors')
-  of_file = DetClassifier(10.0, solver='streamed').fit(files, sample_weight=weight)
+  titles = []
+  progress_of = lbfgs.progress_of
+
+  def titled(progress, *others):
+    titles.append(progress)
+    return progress_of(progress, *others)
+
+  monkeypatch.setattr(lbfgs, 'progress_of', titled)
+  det = DetClassifier(10.0, solver='streamed', progress='fit 1')
+  of_file = det.fit(files, sample_weight=weight)
+  assert titles[0] == 'fit 1, 128 of 1,200 rows from disk'
+  assert titles[-1] == 'fit 1, 1,200 of 1,200 rows from disk' and len(titles) == 4
   assert of_file.objective_ == pytest.approx(of_memory.objective_, abs=2e-5)
   np.testing.assert_array_equal(of_file.mean_, of_memory.mean_)
   np.testing.assert_allclose(of_file.nll(files).mean(), of_memory.nll(x, y).mean(), atol=2e-3)
