@@ -37,6 +37,8 @@ TOLERANCE = 1e-6  # nats by which noise may have a larger objective than DET
 # Of the fits of `noise_path`.
 PATH_TOLERANCE = 1e-3
 PATH_ITERATIONS = 60
+PATH_TRIAL = 20  # after so many of them, those that are hopeless end
+PATH_SAMPLES = 16
 _SEEN_GAP = 1e-3  # nats; a smaller gap of far rows is no warning
 TAU_GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 
@@ -188,10 +190,12 @@ class _Data:
     settings: FitSettings,
     det_fit: lbfgs.FitResult | None,
     near: starts.Near | None = None,
+    falls_back: bool = True,
   ) -> lbfgs.FitResult:
     """The fit to rows with these weights [N], which may be 0.
 
-    DET is fitted first, from `near` if it is given, unless `det_fit` is its fit.
+    DET is fitted first, from `near` if it is given, unless `det_fit` is its fit. The result is
+    DET's where noise has a worse objective, if it `falls_back`.
     """
     strengths = settings.c, settings.c_noise or 1.0
     values = self.x, self.mean, self.targets.values, weight
@@ -256,7 +260,7 @@ class _Data:
       num_iterations += grown.num_iterations
     noisy = search(model, start)
     num_iterations += noisy.num_iterations
-    if not noisy.objective <= det_fit.objective + TOLERANCE:
+    if falls_back and not noisy.objective <= det_fit.objective + TOLERANCE:
       noisy = dataclasses.replace(det_fit, params=starts.without_noise(start, det_fit.params))
     return dataclasses.replace(noisy, num_iterations=num_iterations)
 
@@ -296,8 +300,10 @@ def noise_path(
   """Chooses C_noise on held-out rows (`selection`).
 
   The fits to the other rows go from the most noise to the least. Each starts at the one before, and
-  ends early: differences of a standard error decide. Less noise is left out where a fit is worse by
-  more than that than the best so far and that one has noise, and where the noise has vanished.
+  ends early: differences of a standard error decide. One that is hopeless after `PATH_TRIAL`
+  iterations ends there, and its neighbour is left out. Less noise is left out where a fit is worse
+  by more than a standard error than the best so far and that one has noise, and where the noise has
+  vanished.
   With fewer than `selection.MIN_HELD_OUT` held-out rows nothing speaks for noise: it warns.
 
   Args:
@@ -331,25 +337,38 @@ def noise_path(
     weight = data.weight[held_out]
     rows = data.x[held_out], data.targets.values[held_out]
 
-    def point(model, c_noise, det_fit=None, near=None):
+    def point(model, c_noise, det_fit=None, near=None, max_iter=None):
       limits = dataclasses.replace(settings, c_noise=c_noise)
       if isinstance(settings.progress, str):  # the title of a bar
         limits = dataclasses.replace(limits, progress=f'{settings.progress}, C_noise={c_noise:.3g}')
-      if model.head != 'det':
+      if max_iter is not None:
         tol = max(settings.tol, PATH_TOLERANCE)
-        max_iter = min(settings.max_iter, PATH_ITERATIONS)
         limits = dataclasses.replace(limits, tol=tol, max_iter=max_iter)
-      done = data.minimise(model, fitted, limits, det_fit, near)
+      done = data.minimise(model, fitted, limits, det_fit, near, max_iter != begun)
       nll = apply(model, 'nll', done.params, data.mean, *rows, settings.mesh)
       return _Point(c_noise, done, nll, float(np.average(nll, weights=weight)))
 
+    # Differences of a standard error need no more points of the integral.
+    model = dataclasses.replace(model, num_samples=min(model.num_samples, PATH_SAMPLES))
+    begun = min(settings.max_iter, PATH_TRIAL)
+    rest = max(1, min(settings.max_iter, PATH_ITERATIONS) - begun)
     near = None if whole is None else starts.Near(whole.params, {})
     points = [point(model.deterministic, 0.0, near=near)]
     det = points[0].fit
     near = None
-    for share in selection.NOISE_SHARES:
-      points.append(point(model, share * settings.c, det, near))
-      new = points[-1]
+    shares = list(selection.NOISE_SHARES)
+    while shares:
+      c_noise = shares.pop(0) * settings.c
+      new = point(model, c_noise, det, near, begun)
+      least = min(points, key=lambda point: point.mean).nll
+      # One that is not below DET yet has more noise than it needs, of the point before.
+      has_fitted = new.fit.objective < det.objective
+      is_hopeless = has_fitted and selection.is_hopeless(new.nll, least, weight)
+      if is_hopeless:
+        shares = shares[1:] or shares  # and its neighbour is left out, unless it is the last
+      else:
+        new = point(model, c_noise, det, starts.Near(det.params, new.fit.params), rest)
+      points.append(new)
       best = min(points, key=lambda point: point.mean)
       has_vanished = new.fit.objective == det.objective
       is_worse = best.c_noise > 0 and not selection.is_close(new.nll, best.nll, weight)

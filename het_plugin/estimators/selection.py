@@ -10,6 +10,7 @@ NOISE_SHARE = 0.03
 NOISE_SHARES = (0.3, 0.1, 0.03, 0.01, 0.003)
 HELD_OUT = 5  # one row in so many
 MIN_HELD_OUT = 2  # rows: of one there is no standard error
+HOPELESS = 3.0
 MIN_GAIN = 1e-4  # nats: less is the tolerance of fits
 
 
@@ -37,11 +38,23 @@ def least_noise(noise: np.ndarray, nll: np.ndarray, weight: np.ndarray | None = 
 
 def is_close(nll: np.ndarray, best: np.ndarray, weight: np.ndarray | None = None) -> bool:
   """Whether the mean of NLLs [N] is a standard error, or `MIN_GAIN`, above the best at most."""
+  mean, error = _difference(nll, best, weight)
+  return mean <= max(error, MIN_GAIN)
+
+
+def is_hopeless(nll: np.ndarray, best: np.ndarray, weight: np.ndarray | None = None) -> bool:
+  """Whether the mean of NLLs [N] is more than `HOPELESS` standard errors above the best."""
+  mean, error = _difference(nll, best, weight)
+  return mean > max(HOPELESS * error, MIN_GAIN)
+
+
+def _difference(nll, best, weight) -> tuple[float, float]:
+  """The mean of the paired difference and its standard error."""
   weight = np.ones(len(nll)) if weight is None else weight
   difference = nll - best
   mean = np.average(difference, weights=weight)
   squares = np.square(weight * (difference - mean)).sum() / max(1 - 1 / len(weight), 0.5)
-  return bool(mean <= max(np.sqrt(squares) / weight.sum(), MIN_GAIN))
+  return float(mean), float(np.sqrt(squares) / weight.sum())
 
 
 def held_out_rows(label: np.ndarray, seed: int) -> np.ndarray:
