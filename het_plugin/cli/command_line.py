@@ -1,4 +1,4 @@
-"""Shared by all mains: gin flags as in t5x, one sentence for a wrong setting, logging."""
+"""Shared by all commands: gin flags as in t5x, one sentence for a wrong setting, logging."""
 
 import contextlib
 import functools
@@ -166,7 +166,7 @@ def help_text(documentation: str) -> str:
 
 
 def run(main: Callable[[Sequence[str]], None]) -> None:
-  """Runs the `main` of a script, with the flags of its `define_flags` and of all mains."""
+  """Runs the `main` of a script, with the flags of its `define_flags` and of all commands."""
   module = sys.modules[main.__module__]
   _start(main, module.define_flags, module.__doc__ or '')
 

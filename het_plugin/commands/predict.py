@@ -99,7 +99,7 @@ class Images:
 
   def __init__(self, path: str):
     """Lists the files, or reads the array, of the flag --dataset of `het_plugin.predict`."""
-    # These names of the same data are those of the other mains.
+    # These names of the same data are those of the other commands.
     self.path = path
     root = Path(str(path).removeprefix('image_folder:').removeprefix('npz:'))
     channels = 3

@@ -79,7 +79,7 @@ class Uses:
 def of(text: str, called: Sequence[str] = ()) -> Uses:
   """What the run of a configuration (`gin.config_str()`) uses; all, if it does not bind `train`.
 
-  `called` are the names of further configurables that a main itself calls or reads.
+  `called` are the names of further configurables that a command itself calls or reads.
   """
   bound, macros = statements.parse(text)
   ours = {name for _, name in registry.registered}

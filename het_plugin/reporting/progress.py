@@ -110,6 +110,6 @@ def _bar(stream: TextIO) -> progress.Progress:
     console=Console(file=stream),
     auto_refresh=False,  # needs no thread
     transient=True,
-    redirect_stdout=False,  # what a main prints may go to a file
+    redirect_stdout=False,  # what a command prints may go to a file
     redirect_stderr=False,
   )

@@ -67,7 +67,7 @@ class Gallery:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Report:
-  """What a main prints and writes.
+  """What a command prints and writes.
 
   The introduction is above the tables of a page, and the first of the notes in a text.
   """

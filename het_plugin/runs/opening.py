@@ -48,7 +48,7 @@ _PARTITIONS = 'PjitPartitioner.num_partitions'
 _REPLICAS = 'PjitPartitioner.num_replicas'
 _SUBMESH = 'PjitPartitioner.model_parallel_submesh'
 MESH = (_REPLICAS, _PARTITIONS, _SUBMESH)  # what is fitted to the devices here
-_READ = ('FewShotAction', 'ZeroShotAction')  # configurables that mains read beside `train`
+_READ = ('FewShotAction', 'ZeroShotAction')  # configurables that commands read beside `train`
 _NEEDED = ('model', 'partitioner', 'train_dataset_cfg')
 GinSettings = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
 # For the schedule, which is not used here: its length may depend on data that are not here.

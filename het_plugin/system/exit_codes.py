@@ -21,7 +21,7 @@ _CONNECTION = re.compile(
 
 
 class Preempted(SystemExit):  # noqa: N818 (it is an exit, not an error)
-  """Raised once the checkpoint of a preempted run, of `step`, is on disk; a main exits with 42."""
+  """Raised once the checkpoint of a preempted run, of `step`, is on disk; the exit code is 42."""
 
   def __init__(self, step: int):
     super().__init__(PREEMPTED)
@@ -40,7 +40,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def of(error: BaseException | None) -> int:
-  """The exit code of a main that ends with this exception, or with None."""
+  """The exit code of a command that ends with this exception, or with None."""
   if error is None:
     return 0
   if isinstance(error, SystemExit):

@@ -1,4 +1,4 @@
-"""The output of every main: short lines of this package, and warnings. --verbose shows everything.
+"""The output of every command: short lines of this package, warnings. --verbose shows all.
 
 MODEL_DIR/logs always has all lines of a training and the warnings of all libraries.
 """
@@ -27,7 +27,7 @@ _NATIVE = re.compile(
 
 
 def define_flags() -> None:
-  """Defines --verbose for all mains; may be called several times."""
+  """Defines --verbose for all commands; may be called several times."""
   if 'verbose' not in flags.FLAGS:
     flags.DEFINE_bool('verbose', False, 'Also prints the log messages of libraries.')
 

@@ -3,7 +3,7 @@ save. A second Ctrl-C ends it at once with 130.
 
 Python runs its handlers only when the main thread returns to Python, which takes minutes during a
 compilation. Here a thread reads the signals from the pipe to which Python's C handler writes them
-(`signal.set_wakeup_fd`). This module imports little, because a main calls `install` before its
+(`signal.set_wakeup_fd`). This module imports little, because a command calls `install` before its
 other imports.
 
 With several processes, JAX's preemption service lets all agree on a step to save. It hears of a
@@ -26,7 +26,7 @@ from het_plugin.system import exit_codes
 
 _log = logging.getLogger(__name__)
 
-BEGAN = time.monotonic()  # about the start of the process: a main imports this first
+BEGAN = time.monotonic()  # about the start of the process: a command imports this first
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LEAVE_SECONDS = 10  # writing the last record may hang as well
 

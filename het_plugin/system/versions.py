@@ -28,7 +28,7 @@ def check(*packages: str) -> None:
 
 
 def missing(error: ImportError) -> ModuleNotFoundError:
-  """The error of a package that is missing, with what installs it; a main ends with it."""
+  """The error of a package that is missing, with what installs it; a command ends with it."""
   message = f"{error.msg}: pip install 'het_plugin[train]'"
   _end_a_main(message)
   return ModuleNotFoundError(message, name=error.name)

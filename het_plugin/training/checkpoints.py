@@ -124,7 +124,7 @@ class RunState:
 
 
 class SaveFailed(SystemExit):  # noqa: N818 (it is an exit, not an error)
-  """Raised on all processes when a checkpoint cannot be written; a main exits with code 1.
+  """Raised on all processes when a checkpoint cannot be written; a command exits with code 1.
 
   The message is one sentence with the step, the reason and the newest complete checkpoint.
   """

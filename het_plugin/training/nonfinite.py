@@ -44,7 +44,7 @@ DEFAULT_POLICY = NonFinitePolicy()
 
 
 class NonFiniteStop(SystemExit):  # noqa: N818 (it is an exit, not an error)
-  """Ends a run because `step` is not finite; makes a main exit with 3."""
+  """Ends a run because `step` is not finite; makes a command exit with 3."""
 
   def __init__(self, step: int):
     super().__init__(EXIT_CODE)

@@ -44,7 +44,7 @@ class LoadReport:
     return '\n'.join(lines)
 
   def log(self, path: str) -> None:
-    """Logs the summary, which all mains show, and the full report for --verbose."""
+    """Logs the summary, which all commands show, and the full report for --verbose."""
     summary, _, names = self.text().partition('\n')
     _log.info('%s: %s', path, summary)
     if names:

@@ -1,4 +1,4 @@
-"""The configuration of a run under t5x, in the form that our mains read."""
+"""The configuration of a run under t5x, in the form that our commands read."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def summarize_config(
 ) -> None:
   """`summarize_config_fn` of t5x: writes t5x_config.gin, config.gin and a text summary.
 
-  config.gin lacks bindings that only t5x knows, so our mains open the run's checkpoints without
+  config.gin lacks bindings that only t5x knows, so our commands open the run's checkpoints without
   t5x.
 
   `summary_writer` is a writer of clu, or None for no summary. `step` is the step of the checkpoint
@@ -61,7 +61,7 @@ def summarize_evaluation(model_dir: epath.PathLike, summary_writer: Any | None, 
   """`summarize_config_fn` of t5x.eval and t5x.infer: writes config.gin into the output directory.
 
   Raises:
-    ValueError: the directory is a run's, whose config.gin our mains and a resumed run read.
+    ValueError: the directory is a run's, whose config.gin our commands and a resumed run read.
   """
   del summary_writer, step
   folder = epath.Path(model_dir)
