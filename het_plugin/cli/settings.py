@@ -73,7 +73,7 @@ class CommandSettings:
       helps = _helps(owner.__doc__ or '')
       for name in inspect.get_annotations(owner):
         if name in defaults:
-          flag = _Kind.of(hints[name]).flag(name, defaults.pop(name), helps[name])
+          flag = _Kind.of(hints[name]).flag(name, defaults.pop(name), helps.get(name, ''))
           flags.DEFINE_flag(flag, module_name=owner.__module__)
     for name, of in cls.aliases.items():
       flags.DEFINE_alias(name, of, module_name=cls.__module__)

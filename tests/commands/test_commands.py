@@ -33,6 +33,7 @@ def test_help_has_every_flag_of_a_command(name, parsed_flags):
   with parsed_flags(chosen):
     text = command_line.help_text(chosen.__doc__)
     defined = set(flags.FLAGS) - before
+    assert all(flags.FLAGS[flag].help for flag in defined)
   assert chosen.__doc__ in text
   assert defined and defined <= set(re.findall(r'^  --(?:\[no\])?(\w+)$', text, re.M))
 
