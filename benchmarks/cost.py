@@ -1,19 +1,22 @@
-"""Figure of docs/integrator.md: the error of log p(y) against the cost of the loss, by samples.
+"""Figure of docs/integrator.md: error against cost of the loss, and memory against K, by samples.
 
     python -m benchmarks.cost docs/figures/cost.svg [--json OUT]
 
 HET-XL with a softmax, beside the paper's procedure (benchmarks/integrator.py). The cost is CPU time
 of the loss and its gradient over that of DET's, and the error the RMSE over labels that are drawn
-from the predictive distribution. Three minutes on two CPU cores.
+from the predictive distribution. The memory is what XLA says of the compiled loss and gradient
+beyond arguments and results; these programs are not run. Four minutes on two CPU cores.
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.command_line import collect, integers, make_parser
@@ -62,9 +65,47 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, str | float]]:
       yield {'way': way, 's': num_samples, 'cost': seconds / of_det, 'rmse': error}
 
 
+def memory(args: argparse.Namespace) -> Iterator[dict[str, str | float]]:
+  """Rows: way, S, K, and temporary bytes of loss and gradient."""
+  labels = jax.ShapeDtypeStruct((args.batch, 1), jnp.int32)
+  key = jax.eval_shape(lambda: jax.random.key(1))
+  x = jax.eval_shape(lambda: make_arguments(args, 'het_xl'))
+  for num_classes in args.memory_classes:
+    x['kernel'] = jax.ShapeDtypeStruct((args.dim, num_classes), jnp.float32)
+    x['bias'] = jax.ShapeDtypeStruct((num_classes,), jnp.float32)
+    for num_samples in args.memory_samples:
+      ways = (
+        reference_loss(*HEAD, num_samples, None),
+        our_loss(*HEAD, Integrator(num_samples), None),
+      )
+      for way, loss in zip(WAYS, ways, strict=True):
+        of_program = compile_loss(loss, x, labels, key).memory_analysis()
+        temp = of_program.temp_size_in_bytes
+        yield {'way': way, 's': num_samples, 'k': num_classes, 'temp_bytes': temp}
+
+
 def draw(rows: list[dict[str, str | float]]) -> Figure:
-  figure = style.new_figure(6.0, 3.6)
-  ax = figure.subplots()
+  figure = style.new_figure(9.0, 3.6)
+  errors, memories = figure.subplots(1, 2)
+  _draw_errors(errors, [row for row in rows if 'rmse' in row])
+  _draw_memory(memories, [row for row in rows if 'temp_bytes' in row])
+  return figure
+
+
+def _draw_memory(ax: Axes, rows: list[dict[str, str | float]]) -> None:
+  for way, look, marker in zip(WAYS, style.STYLES[1:3], style.MARKERS, strict=False):
+    for num_samples in dict.fromkeys(row['s'] for row in rows):
+      points = [row for row in rows if (row['way'], row['s']) == (way, num_samples)]
+      num_classes = [row['k'] for row in points]
+      size = [row['temp_bytes'] / 2**20 for row in points]
+      ax.loglog(num_classes, size, color=look[0], linestyle=look[1], marker=marker)
+      at = num_classes[-1], size[-1]
+      ax.annotate(f'S = {num_samples}', at, (5, 0), textcoords='offset points')
+  style.plain_axes(ax, 'both')
+  ax.set(xlabel='classes K', ylabel='memory of loss and gradient, MiB')
+
+
+def _draw_errors(ax: Axes, rows: list[dict[str, str | float]]) -> None:
   for way, look, marker in zip(WAYS, style.STYLES[1:3], style.MARKERS, strict=False):
     color, dashes = look
     points = [row for row in rows if row['way'] == way]
@@ -77,7 +118,6 @@ def draw(rows: list[dict[str, str | float]]) -> Figure:
   style.plain_axes(ax, 'both')
   ax.set(xlabel='CPU time of loss and gradient, over DET’s', ylabel='RMSE of log p(y)')
   ax.legend()
-  return figure
 
 
 def main() -> None:
@@ -89,10 +129,18 @@ def main() -> None:
   parser.add_argument('--dim', type=int, default=128, help='pre-logits D')
   parser.add_argument('--factors', type=int, default=15, help='factors R')
   parser.add_argument('--noise', type=float, default=1.0, help='deviation of the logits over tau')
+  parser.add_argument(
+    '--memory_classes',
+    type=integers,
+    default=[1000, 10_000, 100_000, 1_000_000],
+    help='K of memory',
+  )
+  parser.add_argument('--memory_samples', type=integers, default=[16, 256], help='S of memory')
   parser.add_argument('--trials', type=int, default=16, help='keys per example of an RMSE')
   parser.add_argument('--repeats', type=int, default=5, help='timed turns')
   args = parser.parse_args()
-  rows = collect(args.json, 2 * len(args.samples), measure(args))
+  count = 2 * len(args.samples) + 2 * len(args.memory_classes) * len(args.memory_samples)
+  rows = collect(args.json, count, itertools.chain(memory(args), measure(args)))
   draw(rows).savefig(args.file, metadata={'Date': None})
 
 

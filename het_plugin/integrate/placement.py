@@ -1,8 +1,8 @@
 """How batch and classes are sharded: logical axes 'batch' and 'vocab' under the active mesh."""
 
 import dataclasses
-import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,12 +10,10 @@ from flax import core
 from flax.linen import partitioning as flax_partitioning
 from jax import export
 
+from het_plugin.integrate.gaussian import GaussianLogits
+
 LOGICAL_AXES = ('batch', 'vocab')  # of logits [B, K]
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
-# Of the logits of the examples that a CPU takes at one time. With many classes that is one example.
-# With K = 50 and S = 64 ten at a time took half the CPU time of one, whose loop costs more than
-# its sums.
-GROUP_BYTES = 2**17
 
 
 def dims(letters: str | None) -> Any:
@@ -49,7 +47,9 @@ class Placement:
     mesh = None if batch is None and vocab is None else core.meta.get_global_mesh()
     return cls(mesh, batch, vocab)
 
-  def shard_map(self, function, inputs, outputs):
+  def shard_map(
+    self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any
+  ) -> Callable[..., Any]:
     """`function` on each device's part of its arguments; outside a mesh, `function` itself.
 
     Args:
@@ -65,54 +65,18 @@ class Placement:
       function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
-  def by_example(self, function, inputs, example_bytes):
-    """`function` of a batch; on a CPU without a mesh, of one example or a few after the other.
-
-    Their arrays then stay in the cache: the loss and gradient of HET-H took half the CPU time
-    (S = 64, K = 4000, B = 16).
-
-    Args:
-      function: from arrays to arrays [B, ...], independent across examples.
-      inputs: letters as in `shard_map`; arrays whose first dimension is not b are shared.
-      example_bytes: of the logits of an example.
-    """
-    if self.mesh is not None:
-      return function
-
-    def in_turn(*args):
-      leaves, tree = jax.tree.flatten(args)
-      is_cut = [letters.startswith('b') for letters in jax.tree.leaves(inputs)]
-
-      def some(group):
-        parts = iter(group)
-        mixed = [next(parts) if cut else x for x, cut in zip(leaves, is_cut, strict=True)]
-        return function(*tree.unflatten(mixed))
-
-      examples = [x for x, cut in zip(leaves, is_cut, strict=True) if cut]
-      size = _group_size(examples[0].shape[0], example_bytes)
-      groups = [x.reshape(x.shape[0] // size, size, *x.shape[1:]) for x in examples]
-      return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(some, groups))
-
-    return functools.partial(jax.lax.platform_dependent, cpu=in_turn, default=function)
-
   def shard_index(self) -> jax.Array | int:
     """Inside `shard_map`, the index of this device's part of the classes."""
     return 0 if self.vocab is None else jax.lax.axis_index(self.vocab)
 
-  def _spec(self, letters):
+  def _spec(self, letters: str) -> jax.sharding.PartitionSpec:
     axes = {'b': self.batch, 'k': self.vocab}
     return jax.sharding.PartitionSpec(*(axes.get(letter) for letter in letters))
 
 
-def _group_size(batch_size, example_bytes):
-  """The largest divisor of B that `GROUP_BYTES` has room for; 1 where B is symbolic."""
-  if not isinstance(batch_size, int):
-    return 1
-  most = max(1, min(batch_size, GROUP_BYTES // example_bytes))
-  return next(size for size in range(most, 0, -1) if batch_size % size == 0)
-
-
-def on_mesh_of_caller(function, result: str, logits, *args):
+def on_mesh_of_caller(
+  function: Callable[..., Any], result: str, logits: GaussianLogits, *args: Any
+) -> Any:
   """`function(logits, *args)` also inside `jax.shard_map` and on a mesh with explicit axes.
 
   Inside `jax.shard_map`, arrays that are the same on all devices become varying along the axes that
@@ -138,7 +102,8 @@ def on_mesh_of_caller(function, result: str, logits, *args):
   return jax.sharding.auto_axes(function, axes=explicit, out_sharding=sharding)(logits, *args)
 
 
-def varying_alike(tree):
+def varying_alike(tree: Any) -> Any:
+  """The arrays of a tree, varying along the axes of a `jax.shard_map` that any of them does."""
   varying = jax.tree.map(lambda x: jax.typeof(x).mat.varying, tree)
   axes = frozenset().union(*jax.tree.leaves(varying, is_leaf=lambda x: isinstance(x, frozenset)))
   return jax.tree.map(

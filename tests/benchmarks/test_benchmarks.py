@@ -57,7 +57,10 @@ def test_its_rows_are_consistent_and_its_last_line_concludes(run_script, command
 @pytest.mark.slow
 def test_the_cost_of_an_error_is_measured_and_drawn(run_script, tmp_path):
   sizes = ('--classes=20', '--dim=8', '--factors=2', '--samples=4', '--trials=1', '--repeats=1')
-  rows, _ = run_script('benchmarks.cost', f'{tmp_path}/cost.svg', *sizes)
+  of_memory = ('--memory_classes=30', '--memory_samples=2')
+  rows, _ = run_script('benchmarks.cost', f'{tmp_path}/cost.svg', *sizes, *of_memory)
+  memory, rows = rows[:2], rows[2:]
+  assert all(row['temp_bytes'] > 0 and row['k'] == 30 for row in memory)
   assert [row['s'] for row in rows] == [4, 4] and len({row['way'] for row in rows}) == 2
   assert all(row['cost'] > 0 and row['rmse'] > 0 for row in rows)
   assert '<svg' in (tmp_path / 'cost.svg').read_text()
