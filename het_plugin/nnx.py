@@ -22,8 +22,8 @@ from flax import nnx, traverse_util
 
 from het_plugin import heads
 from het_plugin.heads import FixedTemperature, LearnedTemperature, predictive_logits, row_keys
-from het_plugin.heads.predictive import AnyIntegrator, check_integrator
-from het_plugin.integrate import GaussianLogits, Integrator
+from het_plugin.heads.predictive import check_integrator
+from het_plugin.integrate import AnyIntegrator, GaussianLogits, Integrator
 
 __all__ = [
   'Det',

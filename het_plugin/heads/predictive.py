@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from het_plugin.integrate import (
+  AnyIntegrator,
   GaussianLogits,
   Integrator,
-  Location,
   entropy,
   example_keys,
   shared_key,
 )
-
-AnyIntegrator = Integrator | Location
 
 
 def predictive_logits(

@@ -20,12 +20,11 @@ from jax.experimental import checkify
 from kauldron import kd, kontext
 
 from het_plugin.heads.predictive import (
-  AnyIntegrator,
   check_integrator,
   predictive_logits,
   row_keys,
 )
-from het_plugin.integrate import GaussianLogits, Integrator
+from het_plugin.integrate import AnyIntegrator, GaussianLogits, Integrator
 from het_plugin.measures import uncertainty
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from het_plugin.integrate.gaussian import (
 )
 from het_plugin.integrate.integrator import (
   METHODS,
+  AnyIntegrator,
   Integrator,
   Location,
   entropy,
@@ -42,6 +43,7 @@ __all__ = [
   'METHODS',
   'REMAINDERS',
   'SAMPLERS',
+  'AnyIntegrator',
   'Draws',
   'GaussianLogits',
   'Hashed',

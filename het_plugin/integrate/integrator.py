@@ -364,6 +364,9 @@ class Location:
     return Integrator().log_odds(_without_noise(logits))
 
 
+AnyIntegrator = Integrator | Location
+
+
 def _without_noise(logits: GaussianLogits) -> GaussianLogits:
   logits = checked(logits)
   linear = linear_location(logits)  # with which losses in tiles of classes make the location

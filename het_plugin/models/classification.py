@@ -19,6 +19,7 @@ from flax import traverse_util
 from het_plugin import heads
 from het_plugin.backbones import as_backbone, with_axes
 from het_plugin.integrate import (
+  AnyIntegrator,
   GaussianLogits,
   Integrator,
   Location,
@@ -96,7 +97,7 @@ class ClassificationModel:
     head: nn.Module,
     optimizer_def: Any,
     train_integrator: Integrator,
-    eval_integrator: Integrator | Location,
+    eval_integrator: AnyIntegrator,
     loss_normalizing_factor: Positive | None = None,
     eval_seed: int = 0,
     shared_draws: bool = False,
@@ -132,7 +133,7 @@ class ClassificationModel:
     self.head = head
     self.module = ClassificationModule(self.backbone, head)
     self.optimizer_def = optimizer_def
-    self.train_integrator: Integrator | Location = train_integrator
+    self.train_integrator: AnyIntegrator = train_integrator
     self.eval_integrator = eval_integrator
     self.loss_normalizing_factor = loss_normalizing_factor
     self.eval_seed = eval_seed

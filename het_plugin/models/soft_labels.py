@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from het_plugin.integrate import GaussianLogits, Integrator, Location, mirrored
+from het_plugin.integrate import AnyIntegrator, GaussianLogits, mirrored
 
 Batch = Mapping[str, jax.Array]
 
@@ -47,7 +47,7 @@ def targets(batch: Batch, logits: GaussianLogits, smoothing: float = 0.0) -> jax
 
 
 def expected_nll(
-  integrator: Integrator | Location,
+  integrator: AnyIntegrator,
   logits: GaussianLogits,
   target: jax.Array,
   keys: jax.Array | None,
@@ -63,7 +63,7 @@ def expected_nll(
 
 
 def nll(
-  integrator: Integrator | Location,
+  integrator: AnyIntegrator,
   logits: GaussianLogits,
   batch: Batch,
   keys: jax.Array | None,
