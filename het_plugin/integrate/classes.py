@@ -223,7 +223,7 @@ def _repeated(x: jax.Array, count: int) -> jax.Array:
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
   """x [B, ..., t] at classes [B, C]: [B, ..., C]."""
   index = index.reshape(index.shape[0], *(1,) * (x.ndim - 2), index.shape[1])
-  return jnp.take_along_axis(x, index, axis=-1)
+  return jnp.take_along_axis(x, index, axis=-1, mode='promise_in_bounds')
 
 
 def _columns_at(kernel: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -631,7 +631,7 @@ def best_of(values: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.A
     values, ids = jax.lax.sort((-values, ids), num_keys=1)
     return -values[:, :k], ids[:, :k]
   values, at = jax.lax.top_k(values, k)
-  return values, jnp.take_along_axis(ids, at, axis=-1)
+  return values, jnp.take_along_axis(ids, at, axis=-1, mode='promise_in_bounds')
 
 
 def best_of_shards(

@@ -440,17 +440,23 @@ def choose(
   by_length = jnp.argsort(jnp.square(away).sum(axis=-1), axis=-1)
   offset = jax.vmap(jax.random.uniform)(_folded(keys, 2)).astype(log_w.dtype)
   places = (jnp.arange(num_pairs, dtype=log_w.dtype) + offset[:, None]) / num_pairs
-  weights = jnp.take_along_axis(jnp.exp(log_pair - log_total), by_length, axis=-1)
+  weights = jnp.take_along_axis(
+    jnp.exp(log_pair - log_total), by_length, axis=-1, mode='promise_in_bounds'
+  )
   cumulative = jnp.cumsum(weights, axis=-1)
   places = jnp.broadcast_to(places, (batch, num_pairs)) * cumulative[:, -1:]
   # A count, since inside a `jax.shard_map` JAX refuses `jnp.searchsorted`.
   pair = (cumulative[:, None] < places[..., None]).sum(axis=-1, dtype=jnp.int32)
-  pair = jnp.take_along_axis(by_length, jnp.minimum(pair, count - 1), axis=-1)
+  pair = jnp.take_along_axis(
+    by_length, jnp.minimum(pair, count - 1), axis=-1, mode='promise_in_bounds'
+  )
   # log p_C / f_C(z) plus the logarithm of twice the share in the pair
   log_weights = (log_w - log_p).reshape(batch, 2, count) - log_pair[:, None]
   log_weights += (log_total - math.log(count))[..., None]
-  log_weights = jnp.take_along_axis(log_weights, pair[:, None], axis=2).reshape(batch, -1)
-  away = jnp.take_along_axis(away, pair[..., None], axis=1)
+  log_weights = jnp.take_along_axis(
+    log_weights, pair[:, None], axis=2, mode='promise_in_bounds'
+  ).reshape(batch, -1)
+  away = jnp.take_along_axis(away, pair[..., None], axis=1, mode='promise_in_bounds')
   return jax.lax.stop_gradient(Chosen(keys, q.mean, away, log_weights, direction))
 
 

@@ -275,7 +275,9 @@ def _at_labels(u: jax.Array, labels: jax.Array, tile: Tile) -> jax.Array:
   index = labels - tile.ids[0]
   at = jnp.clip(index, 0, u.shape[-1] - 1)
   inside = (index == at) & tile.counts[at]
-  return jnp.where(inside[:, None], jnp.take_along_axis(u, at[:, None], axis=-1), 0.0)
+  return jnp.where(
+    inside[:, None], jnp.take_along_axis(u, at[:, None], axis=-1, mode='promise_in_bounds'), 0.0
+  )
 
 
 # HET-H
@@ -323,8 +325,10 @@ class BucketSoftmax:
     top, log_total, mu = self._sums(labels)
     inside = (labels >= 0) & (labels < self.logits.num_classes)
     of_label = self.buckets[jnp.where(inside, labels, 0)]
-    log_total_at = jnp.take_along_axis(log_total, of_label, axis=-1)
-    log_share = (mu - jnp.take_along_axis(top, of_label, axis=-1)) - log_total_at
+    log_total_at = jnp.take_along_axis(log_total, of_label, axis=-1, mode='promise_in_bounds')
+    log_share = (
+      mu - jnp.take_along_axis(top, of_label, axis=-1, mode='promise_in_bounds')
+    ) - log_total_at
     of_label = jnp.where(inside, of_label, -1)
     softmax = self.softmax(bucket_logits(self.logits, top, log_total), of_label)
     return log_share + softmax.log_p_at(of_label)
