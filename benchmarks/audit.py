@@ -22,8 +22,9 @@ All methods score the same rows out of the same folds:
     HEAD, one round         the same by fits to the labels only
 
 Rows: AUROC and average precision of the wrong labels, and the precision of as many rows as are
-wrong; means over seeds, with the standard error of the average precision. `share` is the estimated
-share of wrong labels. For cleanlab it is the number of label issues over the number of rows.
+wrong; means over seeds, with the standard error of the average precision. `seconds` are CPU
+seconds, of cleanlab with its fits. `share` is the estimated share of wrong labels. For cleanlab it
+is the number of label issues over the number of rows.
 Everything takes an hour of CPU time, and DET and cleanlab take five minutes of it. A few seconds
 are enough for --data linear --kinds next --shares 0.3 --seeds 2 --rows 300 --heads det.
 
@@ -145,24 +146,28 @@ def regression_p(x, y, kept):
 
 
 def scores(args, x, y):
-  """{method: (how wrong each label seems [N], estimated share)}."""
+  """{method: (how wrong each label seems [N], estimated share, CPU seconds)}."""
   found = {}
+  start = time.process_time()
   if args.cleanlab:
     from cleanlab.filter import find_label_issues
     from cleanlab.rank import get_label_quality_scores
 
     p = regression_p(x, y, np.ones(len(y), bool))
     issues = find_label_issues(y, p, n_jobs=1)
-    found['cleanlab'] = -get_label_quality_scores(y, p), issues.mean()
+    quality = get_label_quality_scores(y, p)
+    found['cleanlab'] = -quality, issues.mean(), time.process_time() - start
     again = regression_p(x, y, ~issues)
-    found['cleanlab, fitted again'] = -get_label_quality_scores(y, again), issues.mean()
+    quality = get_label_quality_scores(y, again)
+    found['cleanlab, fitted again'] = -quality, issues.mean(), time.process_time() - start
   for head in args.heads:
     settings = probe.Settings([head], folds=FOLDS, **SETTINGS)
     for name, rounds in ((f'{head}, one round', 1), (head, of_files.ROUNDS)):
+      start = time.process_time()
       with warnings.catch_warnings():
         warnings.simplefilter('ignore', ConvergenceWarning)
         result = of_files.audit(x, y, settings, rounds)
-      found[name] = result.wrong, result.share
+      found[name] = result.wrong, result.share, time.process_time() - start
   return found
 
 
@@ -178,7 +183,7 @@ def measure(args):
     for seed in range(args.seeds):
       x, y, truth = draw(data, kind, share, args, seed)
       is_wrong = y != truth
-      for method, (score, estimate) in scores(args, x, y).items():
+      for method, (score, estimate, seconds) in scores(args, x, y).items():
         worst = np.argsort(-score, kind='stable')[: is_wrong.sum()]
         values = (
           roc_auc_score(is_wrong, score),
@@ -186,12 +191,13 @@ def measure(args):
           is_wrong[worst].mean(),
           estimate,
           is_wrong.mean(),
+          seconds,
         )
         by_method.setdefault(method, []).append(values)
     for method, values in by_method.items():
       mean = np.mean(values, axis=0)
       error = np.std(values, axis=0, ddof=1) / np.sqrt(args.seeds)
-      columns = ('auroc', 'average_precision', 'precision', 'share', 'true_share')
+      columns = ('auroc', 'average_precision', 'precision', 'share', 'true_share', 'seconds')
       row = {'data': data if kind is None else f'{data}, {kind}', 'method': method}
       row |= dict(zip(columns, map(float, mean), strict=True))
       rows.append(row | {'stderr_ap': float(error[1])})
