@@ -21,20 +21,27 @@ class BatchLayout:
   Attributes:
     num_microbatches: pieces that are computed one after the other.
     size: rows of the batch with those that do not count.
+    rows: of a microbatch on a device.
     most_rows: JSON values for the record of a checkpoint: the most `rows` that a device may hold
       of a microbatch, and the settings that this number belongs to.
   """
 
   num_microbatches: int
   size: int
+  rows: int
   most_rows: Mapping[str, Any]
 
-  def describe(self, shards: int) -> str:
-    """A line of the log."""
-    rows = self.size // (shards * self.num_microbatches)
+  @property
+  def change(self) -> str:
+    """A line for when the number of devices has changed, otherwise empty."""
+    names = 'num_microbatches', 'batch_size', 'rows'
+    bound, batch_size, most = (self.most_rows[name] for name in names)
+    if (self.num_microbatches, self.size, self.rows) == (bound, batch_size, most):
+      return ''
     return (
-      f'A batch of {self.most_rows["batch_size"]} examples is {self.num_microbatches} microbatches '
-      f'of {shards} shards of {rows} rows each; the most in this run are {self.most_rows["rows"]}.'
+      f'The number of devices has changed: each holds {self.rows} rows at a time, and was meant to '
+      f'hold {most}. A batch of {batch_size} examples has {self.size} rows, and num_microbatches '
+      f'is {self.num_microbatches}.'
     )
 
 
@@ -70,9 +77,11 @@ def layout(
   if any(kept.get(name) != value for name, value in settings.items()):
     pieces = settings['num_microbatches']
     partitioner.check_batch_size(batch_size, pieces)
-    return BatchLayout(pieces, batch_size, {'rows': batch_size // (shards * pieces), **settings})
+    rows = batch_size // (shards * pieces)
+    return BatchLayout(pieces, batch_size, rows, {'rows': rows, **settings})
   pieces = 1 if needs_whole_batch else -(-batch_size // (shards * kept['rows']))
-  return BatchLayout(pieces, filled(batch_size, shards * pieces), kept)
+  size = filled(batch_size, shards * pieces)
+  return BatchLayout(pieces, size, size // (shards * pieces), kept)
 
 
 def filled(batch_size: int, unit: int) -> int:

@@ -182,7 +182,8 @@ def train(
     layout = lay_out(trainer.num_microbatches or 1)
     trainer.num_microbatches = layout.num_microbatches
     trainer.check_batch_size(layout.size)
-    _log.info('%s', layout.describe(partitioner.data_shards))
+    if layout.change:
+      _log.info('%s', layout.change)
     if layout.size != size:  # another number of microbatches is bound now
       train_iter = open_dataset(train_dataset_cfg, layout.size)
     evaluators = {}

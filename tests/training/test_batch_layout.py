@@ -25,7 +25,8 @@ def test_no_device_gets_more_rows_than_before(num_devices, pieces, size):
     layout = batch_layout.layout(48, on(num_devices), kept, False, bound)
     assert (layout.num_microbatches, layout.size) == (pieces, size)
     assert layout.size <= 3 * pieces * num_devices and layout.most_rows == kept
-  assert f'{pieces} microbatches of {num_devices} shards' in layout.describe(num_devices)
+  told = layout.change.endswith(f'has {size} rows, and num_microbatches is {pieces}.')
+  assert told if num_devices < 8 else not layout.change
 
 
 def test_what_is_set_anew_counts_anew():
@@ -35,7 +36,9 @@ def test_what_is_set_anew_counts_anew():
   assert batch_layout.layout(64, on(4), kept, False, 2).most_rows['rows'] == 8
   with pytest.raises(ValueError, match='batch_size=48 .* 5 shards'):
     batch_layout.layout(48, on(5), kept, False, 1)
-  assert batch_layout.layout(48, on(4), kept, True).num_microbatches == 1
+  whole = batch_layout.layout(48, on(4), kept, True)
+  assert whole.num_microbatches == 1
+  assert 'each holds 12 rows at a time, and was meant to hold 3.' in whole.change
 
 
 @pytest.mark.parametrize('size, rows', [(21, [12, 13, 14]), (21, [14, 15, 16]), (21, [18, 19, 20])])
