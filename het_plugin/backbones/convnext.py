@@ -54,14 +54,7 @@ class Block(nn.Module):
 
     start = nn.initializers.truncated_normal(0.02)
     kernel = cast_param('kernel', start, (7, 7, 1, width), (None, None, None, 'embed'))
-    y = jax.lax.conv_general_dilated(
-      x,
-      kernel,
-      window_strides=(1, 1),
-      padding=((3, 3), (3, 3)),
-      dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
-      feature_group_count=width,
-    )
+    y = per_channel(x, kernel)
     y += cast_param('bias', nn.initializers.zeros, (width,), ('embed',))
     y = Norm(epsilon=self.norm_epsilon, dtype=self.dtype, name='norm')(y)
     y = Dense(4 * width, ('embed', 'mlp'), self.dtype, kernel_init=start, name='wi')(y)
@@ -78,6 +71,37 @@ class Block(nn.Module):
     if drop_rate is not None:
       y = drop_path(y, drop_rate, self.make_rng('dropout'))
     return with_sharding_constraint(x + y, ('batch', None, None, 'embed'))
+
+
+def per_channel(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Convolution of each channel with its own kernel: x [B, H, W, C], kernel [k, k, 1, C].
+
+  A CPU adds k^2 shifted images, which is 10 to 16 times as fast there as the convolution (one core,
+  float32, the four stages of ConvNeXt-T).
+  """
+  side = kernel.shape[0]
+
+  def as_sum(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    height, width = x.shape[1:3]
+    edges = (side // 2,) * 2
+    padded = jnp.pad(x, ((0, 0), edges, edges, (0, 0))).astype(jnp.float32)
+    total = jnp.zeros(x.shape, jnp.float32)
+    for i in range(side):
+      for j in range(side):
+        total += padded[:, i : i + height, j : j + width] * kernel[i, j, 0].astype(jnp.float32)
+    return total.astype(x.dtype)
+
+  def as_convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(
+      x,
+      kernel,
+      window_strides=(1, 1),
+      padding=((side // 2,) * 2,) * 2,
+      dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+      feature_group_count=x.shape[-1],
+    )
+
+  return jax.lax.platform_dependent(x, kernel, cpu=as_sum, default=as_convolution)
 
 
 class ConvNeXt(nn.Module):

@@ -7,6 +7,7 @@ from flax import linen as nn
 from flax.linen import partitioning
 
 from het_plugin.backbones import ConvNeXt, ResNet, convnext, resnet, wide_resnet
+from het_plugin.backbones.convnext import per_channel
 from het_plugin.backbones.resnet import StandardizedConv
 from tests.meshes import make_mesh, on_mesh
 from tests.params import drawn
@@ -143,3 +144,22 @@ def test_a_mesh_shards_the_channels_and_changes_nothing(model, layer):
 def test_bad_settings_are_one_sentence(make, words):
   with pytest.raises(ValueError, match=words):
     make()
+
+
+def test_a_cpu_adds_shifted_images_for_a_convolution_per_channel():
+  random = np.random.default_rng(0)
+  x = random.normal(size=(2, 5, 6, 3)).astype(np.float32)
+  kernel = random.normal(size=(7, 7, 1, 3)).astype(np.float32)
+
+  def convolution(kernel):
+    layout = ('NHWC', 'HWIO', 'NHWC')
+    return jax.lax.conv_general_dilated(
+      x, kernel, (1, 1), 'SAME', dimension_numbers=layout, feature_group_count=3
+    )
+
+  def ours(kernel):
+    return per_channel(x, kernel)
+
+  np.testing.assert_allclose(ours(kernel), convolution(kernel), atol=1e-5)
+  slopes = [jax.grad(lambda k, f=f: jnp.square(f(k)).sum())(kernel) for f in (ours, convolution)]
+  np.testing.assert_allclose(*slopes, rtol=1e-4, atol=1e-3)
