@@ -112,7 +112,7 @@ class Classes:
     return Classes(kind=self.kind, **given)
 
   def columns(self, start: jax.Array, size: int) -> 'Classes':
-    """Those of `size` classes from `start` on."""
+    """The same of `size` classes from `start` on."""
 
     def cut(letters: str, x: jax.Array) -> jax.Array:
       is_cut = letters.endswith('k')

@@ -332,7 +332,15 @@ def _sums(
   return _first_loop(settings, phi, kernel, bias, labels, first, None)[0]
 
 
-def _first_loop(settings, phi, kernel, bias, labels, first, kept):
+def _first_loop(
+  settings: Settings,
+  phi: jax.Array,
+  kernel: jax.Array,
+  bias: jax.Array | None,
+  labels: Labels,
+  first: jax.Array,
+  kept: jax.Array | None,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array | None]:
   """The sums; and `kept`, None or [n, k], with the logits of the first examples in its rows."""
   zero = jnp.zeros_like(phi, _wide(phi.dtype), shape=phi.shape[:1])
   num_kept = 0 if kept is None else min(phi.shape[0], kept.shape[0])
@@ -358,7 +366,7 @@ def _first_loop(settings, phi, kernel, bias, labels, first, kept):
   return _over_tiles(settings, phi, kernel, body, ((top, zero, zero, zero), kept))
 
 
-def _sums_fwd(settings, *primals):
+def _sums_fwd(settings: Settings, *primals: Any) -> tuple[Any, tuple]:
   arrays = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
   phi, kernel = arrays[:2]
   kept = None
@@ -370,7 +378,7 @@ def _sums_fwd(settings, *primals):
   return sums, (*arrays, sums[0], kept)
 
 
-def _sums_bwd(settings, residuals, cotangents):
+def _sums_bwd(settings: Settings, residuals: tuple, cotangents: tuple) -> tuple:
   phi, kernel, bias, labels, first, top, kept = residuals
   _, g_total, g_at, _ = jax.tree.map(_dense, cotangents)
   num_rows = phi.shape[0]
@@ -428,7 +436,15 @@ class Tile:
   num_classes: int = struct.field(pytree_node=False)
 
   @classmethod
-  def of(cls, settings, kernel, bias, first, start, size):
+  def of(
+    cls,
+    settings: Settings,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    first: jax.Array,
+    start: jax.Array | int,
+    size: int,
+  ) -> 'Tile':
     """`size` classes from `start` on of W [D, k] and b [k], whose first class is `first`."""
     own = lax.dynamic_slice_in_dim(kernel, start, size, axis=1)
     if bias is not None:
@@ -443,7 +459,13 @@ class Tile:
     return jnp.where(self.classes < self.num_classes, u, PADDED)
 
 
-def _over_tiles(settings, phi, kernel, body, carry):
+def _over_tiles(
+  settings: Settings,
+  phi: jax.Array,
+  kernel: jax.Array,
+  body: Callable[..., Any],
+  carry: Any,
+) -> Any:
   """The carry after body(carry, start, size) of all tiles; what is left over is a smaller one."""
   size = settings.tile_size(phi, kernel)
   count, rest = divmod(kernel.shape[-1], size)
@@ -472,7 +494,7 @@ class Sharding:
 
   @classmethod
   def of(cls, phi: jax.Array, kernel: jax.Array, batch_axes: Axes, class_axes: Axes) -> 'Sharding':
-    """That of arrays on the active mesh.
+    """The sharding of arrays on the active mesh.
 
     Raises:
       ValueError: the mesh has no such axes, or does not divide K.
@@ -507,14 +529,21 @@ class Sharding:
     """How many times as many classes there are as `kernel` has columns."""
     return math.prod(self.mesh.shape[x] for x in self.classes if x in self.manual)
 
-  def axis_rules(self):
+  def axis_rules(self) -> contextlib.AbstractContextManager:
     """flax's rules for the integrator, where axes are known."""
     if self.mesh is None or self.manual:
       return contextlib.nullcontext()
     rules = (('batch', self.rows[0] or None), ('vocab', self.classes or None))
     return flax_partitioning.axis_rules(rules)
 
-  def run(self, function, phi, kernel, bias, labels):
+  def run(
+    self,
+    function: Callable[..., jax.Array],
+    phi: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    labels: Labels,
+  ) -> jax.Array:
     """function(class axes, phi, W, b, labels) of each device's part, [...] as phi."""
     function = functools.partial(function, self.classes)
     own = tuple(x for x in self.classes if x not in self.manual)
@@ -537,7 +566,12 @@ class Sharding:
     return reshard(loss, PartitionSpec(*_spec(phi)[:-1])) if is_explicit else loss
 
 
-def _with_own_gradient(mapped, function, part, specs):
+def _with_own_gradient(
+  mapped: Callable[..., jax.Array],
+  function: Callable[..., jax.Array],
+  part: Callable[..., Any],
+  specs: tuple,
+) -> Callable[..., jax.Array]:
   """`mapped`, which is part(function), with a gradient that makes it once more.
 
   Inside a `jax.shard_map` over other axes, JAX itself cannot keep values of one for the gradient.
@@ -555,20 +589,20 @@ def _with_own_gradient(mapped, function, part, specs):
   return mapped
 
 
-def _mesh_of(kernel):
+def _mesh_of(kernel: jax.Array) -> Any:
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     mesh = jax.typeof(kernel).sharding.mesh
   return meta.get_global_mesh() if mesh.empty else mesh
 
 
-def _spec(x):
+def _spec(x: jax.Array) -> tuple:
   """The mesh axes of each dimension, as far as types have them."""
   spec = tuple(jax.typeof(x).sharding.spec)
   return spec + (None,) * (x.ndim - len(spec))
 
 
-def _explicit_axes(mesh):
+def _explicit_axes(mesh: Any) -> list[str]:
   types = zip(mesh.axis_names, mesh.axis_types, strict=True)
   return [name for name, kind in types if kind == AxisType.Explicit]
 
@@ -577,7 +611,15 @@ def _names(axes: Any) -> tuple[str, ...]:
   return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _noisy(phi, kernel, bias, link, temperature, noise, num_classes):
+def _noisy(
+  phi: jax.Array,
+  kernel: jax.Array,
+  bias: jax.Array | None,
+  link: str,
+  temperature: jax.Array | float,
+  noise: LowRank,
+  num_classes: int,
+) -> GaussianLogits:
   """HET-XL's logits. A loss in tiles never reads their location."""
   dtype = _wide(phi.dtype)
   bias = jnp.zeros_like(kernel, dtype, shape=kernel.shape[-1:]) if bias is None else bias
@@ -586,36 +628,42 @@ def _noisy(phi, kernel, bias, link, temperature, noise, num_classes):
   return GaussianLogits(location, noise, linear, jnp.asarray(temperature, dtype), num_classes, link)
 
 
-def _product(dims, x, y):
+def _product(dims: str, x: jax.Array, y: jax.Array) -> jax.Array:
   """A product in the dtype of x, summed in float32 or wider."""
   return jnp.einsum(dims, x, y.astype(x.dtype), preferred_element_type=_wide(x.dtype))
 
 
-def _over(x, temperature):
+def _over(x: jax.Array, temperature: jax.Array | float) -> jax.Array:
   wide = _wide(x.dtype)
   return (x.astype(wide) / jnp.asarray(temperature, wide)).astype(x.dtype)
 
 
-def _wide(dtype):
+def _wide(dtype: Any) -> np.dtype:
   """float32, or float64 of float64; also where dtypes are not promoted."""
   return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def _dense(cotangent):
+def _dense(cotangent: Any) -> jax.Array:
   is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
   return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
 
 
-def _is_static(size):
+def _is_static(size: Any) -> bool:
   return isinstance(size, int)
 
 
-def _size(size):
-  """That of a dimension; 1 where it is symbolic (`jax.export`)."""
+def _size(size: Any) -> int:
+  """The size of a dimension; 1 where it is symbolic (`jax.export`)."""
   return size if _is_static(size) else 1
 
 
-def _check_shapes(phi, kernel, bias, num_classes, num_columns):
+def _check_shapes(
+  phi: jax.Array,
+  kernel: jax.Array,
+  bias: jax.Array | None,
+  num_classes: int,
+  num_columns: int,
+) -> None:
   is_matrix = kernel.ndim == 2 and phi.ndim >= 2 and phi.shape[-1] == kernel.shape[0]
   if not is_matrix or (bias is not None and jnp.shape(bias) != kernel.shape[1:]):
     raise ValueError(
@@ -629,7 +677,7 @@ def _check_shapes(phi, kernel, bias, num_classes, num_columns):
     )
 
 
-def _check_settings(link, label_smoothing, z_loss, tile):
+def _check_settings(link: str, label_smoothing: float, z_loss: float, tile: int | None) -> None:
   if link not in LINKS:
     raise ValueError(f'cross_entropy: link={link!r} is unknown: choose one of {", ".join(LINKS)}')
   if not 0 <= label_smoothing < 1:

@@ -85,7 +85,7 @@ def rotation_to(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
   batch, count, num_normals = rows.shape
   place = jnp.arange(num_normals)
 
-  def reflect(j, state):
+  def reflect(j: jax.Array, state: tuple) -> tuple:
     rows, left, right = state
     row = rows[:, j]
     is_j = place == j

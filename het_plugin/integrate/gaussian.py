@@ -212,7 +212,7 @@ def checked(logits: GaussianLogits) -> GaussianLogits:
   )
 
 
-def _checked_linear(linear, dtype):
+def _checked_linear(linear: Linear | None, dtype: jnp.dtype) -> Linear | None:
   if linear is None or linear.phi is None:
     return linear
   phi = jnp.asarray(linear.phi, dtype)

@@ -342,25 +342,25 @@ class Location:
   def nll(
     self, logits: GaussianLogits, labels: jax.Array, keys: jax.Array | None = None
   ) -> jax.Array:
-    """As `Integrator.nll`; `keys` is ignored."""
+    """Losses [B] (`Integrator.nll`); `keys` is ignored."""
     return Integrator().nll(_without_noise(logits), labels)
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
-    """As `Integrator.log_prob`; `keys` is ignored."""
+    """log p [B, Kp] (`Integrator.log_prob`); `keys` is ignored."""
     return Integrator().log_prob(_without_noise(logits))
 
   def top_k(
     self, logits: GaussianLogits, keys: jax.Array | None = None, k: int = 5
   ) -> tuple[jax.Array, jax.Array]:
-    """As `Integrator.top_k`; `keys` is ignored."""
+    """The k most probable classes (`Integrator.top_k`); `keys` is ignored."""
     return Integrator().top_k(_without_noise(logits), k=k)
 
   def is_tiled(self, logits: GaussianLogits) -> bool:
-    """As `Integrator.is_tiled`."""
+    """Whether there are tiles of classes (`Integrator.is_tiled`)."""
     return Integrator().is_tiled(_without_noise(logits))
 
   def log_odds(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
-    """As `Integrator.log_odds`; `keys` is ignored."""
+    """Log odds [B, Kp] (`Integrator.log_odds`); `keys` is ignored."""
     return Integrator().log_odds(_without_noise(logits))
 
 

@@ -88,7 +88,7 @@ def checked_keys(owner: str, keys: jax.Array | None, batch_size: int) -> jax.Arr
   return _threefry(keys)
 
 
-def _threefry(key):
+def _threefry(key: jax.Array) -> jax.Array:
   # Numbers of the kinds 'rbg' and 'unsafe_rbg' depend on the other keys of a `jax.vmap`: then a
   # draw would depend on the batch and the chunk.
   return jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl='threefry2x32')

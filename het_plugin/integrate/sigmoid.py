@@ -78,6 +78,8 @@ NUM_VALUES = 8
 # would be a difference of nearly equal numbers near mu = 0.
 REFLECT_BELOW = -2.0
 
+Triple = tuple[jax.Array, jax.Array, jax.Array]  # a value, and its derivatives by mean and variance
+
 
 @jax.custom_jvp
 def log_expected_sigmoid(mean: jax.Array, variance: jax.Array) -> jax.Array:
@@ -89,7 +91,7 @@ def log_expected_sigmoid(mean: jax.Array, variance: jax.Array) -> jax.Array:
 
 
 @log_expected_sigmoid.defjvp
-def _jvp(primals, tangents):
+def _jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
   value, by_mean, by_variance = _moments(*primals)
   return value, by_mean * tangents[0] + by_variance * tangents[1]
 
@@ -101,7 +103,7 @@ def expected_log_odds(mean: jax.Array, variance: jax.Array) -> jax.Array:
 
 
 @expected_log_odds.defjvp
-def _log_odds_jvp(primals, tangents):
+def _log_odds_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
   value, by_mean, by_variance = _log_odds(*primals)
   return value, by_mean * tangents[0] + by_variance * tangents[1]
 
@@ -123,12 +125,12 @@ def expected_entropy(mean: jax.Array, variance: jax.Array) -> jax.Array:
   return jax.lax.scan(add, jnp.zeros_like(mean), terms)[0]
 
 
-def _moments(mean, variance):
+def _moments(mean: jax.Array, variance: jax.Array) -> Triple:
   """log E[sigmoid(u)] and its derivatives by mean and variance."""
   return _complement(*_smaller_moments(mean, variance), mean > 0)
 
 
-def _smaller_moments(mean, variance):
+def _smaller_moments(mean: jax.Array, variance: jax.Array) -> Triple:
   """`_moments` at -|mean|, of the smaller one of p and 1 - p; the other one follows from it."""
   below = -jnp.abs(mean)
   tilt = below + 0.5 * variance
@@ -144,7 +146,7 @@ def _smaller_moments(mean, variance):
   return value, by_mean, by_variance
 
 
-def _log_odds(mean, variance):
+def _log_odds(mean: jax.Array, variance: jax.Array) -> Triple:
   """The log odds of E[sigmoid(u)], odd in the mean, and their derivatives."""
   log_q, by_mean, by_variance = _smaller_moments(mean, variance)
   q = jnp.exp(log_q)
@@ -153,7 +155,9 @@ def _log_odds(mean, variance):
   return log_odds, by_mean / (1.0 - q), sign * by_variance / (1.0 - q)
 
 
-def _complement(log_q, by_mean, by_variance, where):
+def _complement(
+  log_q: jax.Array, by_mean: jax.Array, by_variance: jax.Array, where: jax.Array
+) -> Triple:
   """log(1 - q) and its derivatives at the mirrored mean, from those of log q <= log 1/2."""
   q = jnp.exp(log_q)
   odds = q / (1.0 - q)
@@ -164,7 +168,7 @@ def _complement(log_q, by_mean, by_variance, where):
   )
 
 
-def _log_mixture(mean, variance):
+def _log_mixture(mean: jax.Array, variance: jax.Array) -> Triple:
   """log Q of the mixture, dQ/dmean / Q and dQ/dvariance / Q, for mean <= 0.
 
   All sums are relative to exp(-(a_0 mu)^2 / 2) with the smallest a_0, so that none underflows.
@@ -194,7 +198,7 @@ def _log_mixture(mean, variance):
   return log_q, density * first, density * second * (-0.5 * mean)
 
 
-def _erfcx(x):
+def _erfcx(x: jax.Array) -> jax.Array:
   """exp(x^2) erfc(x) for x >= 0, to 6e-9 relative: (1 + 2 x) erfcx(x) is smooth in
   t = (x - 2.5) / (x + 2.5) up to infinity (Shepherd and Laframboise 1981).
   """
@@ -392,21 +396,21 @@ class SampledSigmoid:
     return self.samples.tiling
 
   def nll(self, labels: jax.Array) -> jax.Array:
-    """As `ExactSigmoid.nll`."""
+    """The loss [B] (`ExactSigmoid.nll`)."""
     log_p = self._log_p(labels, 1.0)
     is_class = jnp.arange(log_p.shape[-1]) < self.tiling.num_classes
     return -jnp.where(is_class, log_p, 0.0).sum(axis=-1)
 
   def log_prob(self) -> jax.Array:
-    """As `ExactSigmoid.log_prob`."""
+    """log p(y_k = 1) [B, Kp]."""
     return self._log_p(None, 1.0)
 
   def log_odds(self) -> jax.Array:
-    """As `ExactSigmoid.log_odds`."""
+    """log p(y_k = 1) - log p(y_k = 0) [B, Kp]."""
     return self._log_p(None, 1.0) - self._log_p(None, -1.0)
 
   def expected_entropy(self) -> jax.Array:
-    """As `ExactSigmoid.expected_entropy`."""
+    """The entropy given the noise, summed over classes, [B]."""
 
     def of_chunk(chunk: Chunk) -> jax.Array:
       rest = _rest(chunk, None)
@@ -415,7 +419,7 @@ class SampledSigmoid:
     return self.samples.each(of_chunk).sum(axis=0) / self.samples.num_samples
 
   def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
-    """As `ExactSigmoid.top_k`."""
+    """The k most probable classes (`ExactSigmoid.top_k`)."""
     return largest(self.tiling, self.log_prob(), k)
 
   def _log_p(self, labels: jax.Array | None, sign: float) -> jax.Array:

@@ -317,11 +317,11 @@ class BucketSoftmax:
     return cls(Tiling.of(logits, NUM_BUCKET_ROWS, max_bytes), logits, buckets, softmax)
 
   def nll(self, labels: jax.Array) -> jax.Array:
-    """As `Softmax.nll`."""
+    """The mean of -log p over the labels, [B] (`Softmax.nll`)."""
     return _mean_of_labels(self.log_p_at(labels), labels)
 
   def log_p_at(self, labels: jax.Array) -> jax.Array:
-    """As `Softmax.log_p_at`."""
+    """log p [B, L] at labels (`Softmax.log_p_at`)."""
     top, log_total, mu = self._sums(labels)
     inside = (labels >= 0) & (labels < self.logits.num_classes)
     of_label = self.buckets[jnp.where(inside, labels, 0)]
@@ -334,18 +334,18 @@ class BucketSoftmax:
     return log_share + softmax.log_p_at(of_label)
 
   def log_prob(self) -> jax.Array:
-    """As `Softmax.log_prob`."""
+    """log p [B, Kp] (`Softmax.log_prob`)."""
     return of_every_class(self.tiling, _log_p_of_bucket, self._location, **self._rest()[0])
 
   def top_k(self, k: int) -> Pair:
-    """As `Softmax.top_k`."""
+    """The k most probable classes (`Softmax.top_k`)."""
     if self.tiling.is_whole:
       return largest(self.tiling, self.log_prob(), k)
     rest = self._rest()[0]
     return largest_of_every_class(self.tiling, k, _log_p_of_bucket, self._location, **rest)
 
   def expected_entropy(self) -> jax.Array:
-    """As `Softmax.expected_entropy`."""
+    """The entropy given the noise, [B] (`Softmax.expected_entropy`)."""
     rest, softmax = self._rest()
     within = of_every_class(self.tiling, _entropy_in_bucket, self._location, is_sum=True, **rest)
     return softmax.expected_entropy() + within
