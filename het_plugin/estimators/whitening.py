@@ -22,7 +22,8 @@ from het_plugin.estimators.model import Model, is_noise, on_features
 from het_plugin.heads.covariance import MIN_DIAG
 from het_plugin.integrate import LowRank
 
-MOMENT_ROWS = 8  # per feature, and 2^13 at least: what is nearly separable has few rows that count
+MOMENT_ROWS = 8  # per feature
+LEAST_ROWS = 2**13  # what is nearly separable has few rows that count
 MAX_OUTPUTS = 2048  # up to so many outputs have an R
 # Curvatures are at least this, relative to that of a column of W: below, a gradient is rounding.
 MIN_CURVATURE = 1e-3
@@ -135,7 +136,7 @@ def whitening_of(model: Model, params, rows: Any) -> Whitening:
   They are of about `MOMENT_ROWS` (D + 1) of the rows, `Blocks` or a `stream.Stream`: all would cost
   as much as several iterations.
   """
-  some = rows.some(max(MOMENT_ROWS * (rows.width + 1), 2**13))
+  some = rows.some(max(MOMENT_ROWS * (rows.width + 1), LEAST_ROWS))
 
   def ridge(strength):
     found = np.full(rows.width + 1, float(strength / rows.total))
