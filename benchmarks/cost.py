@@ -94,13 +94,15 @@ def draw(rows: list[dict[str, str | float]]) -> Figure:
 
 def _draw_memory(ax: Axes, rows: list[dict[str, str | float]]) -> None:
   for way, look, marker in zip(WAYS, style.STYLES[1:3], style.MARKERS, strict=False):
-    for num_samples in dict.fromkeys(row['s'] for row in rows):
-      points = [row for row in rows if (row['way'], row['s']) == (way, num_samples)]
+    of_way = [row for row in rows if row['way'] == way]
+    curves = [[row for row in of_way if row['s'] == s] for s in {row['s'] for row in of_way}]
+    for rank, points in enumerate(sorted(curves, key=lambda points: points[-1]['temp_bytes'])):
       num_classes = [row['k'] for row in points]
       size = [row['temp_bytes'] / 2**20 for row in points]
       ax.loglog(num_classes, size, color=look[0], linestyle=look[1], marker=marker)
       at = num_classes[-1], size[-1]
-      ax.annotate(f'S = {num_samples}', at, (5, 0), textcoords='offset points')
+      # Curves that are flat end beside each other.
+      ax.annotate(f'S = {points[0]["s"]}', at, (5, 11 * rank - 9), textcoords='offset points')
   style.plain_axes(ax, 'both')
   ax.set(xlabel='classes K', ylabel='memory of loss and gradient, MiB')
 
