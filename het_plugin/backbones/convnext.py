@@ -84,11 +84,12 @@ def per_channel(x: jax.Array, kernel: jax.Array) -> jax.Array:
   def as_sum(x: jax.Array, kernel: jax.Array) -> jax.Array:
     height, width = x.shape[1:3]
     edges = (side // 2,) * 2
-    padded = jnp.pad(x, ((0, 0), edges, edges, (0, 0))).astype(jnp.float32)
-    total = jnp.zeros(x.shape, jnp.float32)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    padded = jnp.pad(x, ((0, 0), edges, edges, (0, 0))).astype(dtype)
+    total = jnp.zeros(x.shape, dtype)
     for i in range(side):
       for j in range(side):
-        total += padded[:, i : i + height, j : j + width] * kernel[i, j, 0].astype(jnp.float32)
+        total += padded[:, i : i + height, j : j + width] * kernel[i, j, 0].astype(dtype)
     return total.astype(x.dtype)
 
   def as_convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -147,10 +147,11 @@ def test_bad_settings_are_one_sentence(make, words):
     make()
 
 
-def test_a_cpu_adds_shifted_images_for_a_convolution_per_channel():
+@pytest.mark.parametrize(('dtype', 'error'), [(np.float32, 1e-5), (np.float64, 1e-13)])
+def test_a_cpu_adds_shifted_images_for_a_convolution_per_channel(dtype, error):
   random = np.random.default_rng(0)
-  x = random.normal(size=(2, 5, 6, 3)).astype(np.float32)
-  kernel = random.normal(size=(7, 7, 1, 3)).astype(np.float32)
+  x = random.normal(size=(2, 5, 6, 3)).astype(dtype)
+  kernel = random.normal(size=(7, 7, 1, 3)).astype(dtype)
 
   def convolution(kernel):
     layout = ('NHWC', 'HWIO', 'NHWC')
@@ -161,6 +162,7 @@ def test_a_cpu_adds_shifted_images_for_a_convolution_per_channel():
   def ours(kernel):
     return per_channel(x, kernel)
 
-  np.testing.assert_allclose(ours(kernel), convolution(kernel), atol=1e-5)
-  slopes = [jax.grad(lambda k, f=f: jnp.square(f(k)).sum())(kernel) for f in (ours, convolution)]
-  np.testing.assert_allclose(*slopes, rtol=1e-4, atol=1e-3)
+  with jax.enable_x64(dtype == np.float64):
+    np.testing.assert_allclose(ours(kernel), convolution(kernel), atol=error)
+    slopes = [jax.grad(lambda k, f=f: jnp.square(f(k)).sum())(kernel) for f in (ours, convolution)]
+  np.testing.assert_allclose(*slopes, rtol=10 * error, atol=100 * error)
