@@ -506,7 +506,8 @@ def test_an_unfinished_fit_warns():
 @pytest.mark.slow
 @pytest.mark.parametrize('cls', [DetClassifier, HetXLClassifier])
 def test_the_gap_of_an_unfinished_fit_is_predicted(cls):
-  """Within a factor of twenty, where it is above 1e-5; with noise, which starts slowly, later."""
+  """Within a factor of twenty, where it is above 1e-5; with noise, which has plateaus, of fifty."""
+  factor = 20 if cls is DetClassifier else 50
   x, y = problem(num_rows=1500 if cls is DetClassifier else 500)
   settings = {} if cls is DetClassifier else {**SMALL, 'C_noise': 1.0}
   det = DetClassifier().fit(x, y)
@@ -517,4 +518,4 @@ def test_the_gap_of_an_unfinished_fit_is_predicted(cls):
       warnings.simplefilter('ignore', ConvergenceWarning)
       fit = cls(max_iter=max_iter, **settings).fit(x, y, **start)
     gap = fit.objective_ - best
-    assert gap / 20 - 1e-5 <= fit.gap_ <= 20 * gap + 1e-5, (max_iter, gap, fit.gap_)
+    assert gap / factor - 1e-5 <= fit.gap_ <= factor * gap + 1e-5, (max_iter, gap, fit.gap_)
