@@ -61,7 +61,7 @@ def test_real_features(run_script, run_main, monkeypatch, tmp_path):
 
   def run_here(main, *flags):
     sizes = ['--gin.BATCH_SIZE=8', '--gin.EVAL_STEPS=1'] if main == 'train' else []
-    run_main(importlib.import_module(f'het_plugin.{main}'), *flags, *sizes)
+    run_main(importlib.import_module(f'het_plugin.commands.{main}'), *flags, *sizes)
 
   monkeypatch.setattr(real_features, 'run_main', run_here)
   flags = ['--classes=5', '--rows_per_class=20', '--steps=2', '--samples=2']
