@@ -377,9 +377,10 @@ def test_a_softmax_of_noise_without_factors_is_that_of_its_remainder():
     ('linear', 'softmax', 'expected_entropy'),
   ],
 )
-def test_memory_does_not_grow_with_samples(kind, link, result):
-  """XLA's own account of temporaries of value and gradient, S = 1000 against S = 128."""
+def test_memory_is_that_of_the_budget(kind, link, result):
+  """XLA's own account of temporaries of value and gradient; whole, 1,000 take 65 MiB or more."""
   batch = 4
+  max_bytes = 2**23
   classes = 1024
   noise_dim = {'identity': 1024, 'linear': 32}[kind]
 
@@ -388,7 +389,9 @@ def test_memory_does_not_grow_with_samples(kind, link, result):
     covariance = LowRank(scale, loading, diag)
     tau = jnp.float32(1.0)
     logits = GaussianLogits(location, covariance, projection, tau, classes, link)
-    integrator = Integrator(num_samples=num_samples, method='sample', sampler='iid')
+    integrator = Integrator(
+      num_samples=num_samples, method='sample', sampler='iid', max_bytes=max_bytes
+    )
     if result == 'expected_entropy':
       return integrator.expected_entropy(logits, keys_of(batch)).mean()
     return integrator.nll(logits, jnp.zeros((batch, 1), jnp.int32), keys_of(batch)).mean()
@@ -396,11 +399,10 @@ def test_memory_does_not_grow_with_samples(kind, link, result):
   rows = (batch, noise_dim)
   shapes = [(batch, classes), rows, (50, noise_dim), rows, (32, classes)]
   args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
-  temps = []
-  for num_samples in (128, 1000):  # both in the same order
-    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)), static_argnums=5)
-    temps.append(step.lower(*args, num_samples).compile().memory_analysis().temp_size_in_bytes)
-  assert temps[1] < 1.05 * temps[0], temps
+  step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)), static_argnums=5)
+  for num_samples in (128, 1000):
+    memory = step.lower(*args, num_samples).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1.5 * max_bytes, num_samples
 
 
 # Sharded classes.
