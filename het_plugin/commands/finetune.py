@@ -58,8 +58,7 @@ class Settings(Gin, Processes):
     k: Number of neighbours of the proxy.
     metric: Distance of neighbours.
     keep: Number of candidates to train, or 'all'.
-    sweep: NAME=VALUE,VALUE: values of a gin setting, of which every combination is trained;
-      repeatable.
+    sweep: NAME=VALUE,VALUE: values of a gin setting. Every combination is trained. Repeatable.
     split: Split that chooses the members.
     test_split: Split that scores the ensemble.
     max_members: Largest number of members, repetitions included.

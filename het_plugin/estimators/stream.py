@@ -154,7 +154,7 @@ class Stream:
     return dataclasses.replace(self, spilled=spilled)
 
   def stages(self, model: Model) -> Iterator[tuple[Any, float, str]]:
-    """Parts of the rows, the last of which is the whole, with gaps and titles.
+    """Parts of the rows with gaps and titles. The last part is the whole.
 
     DET is fitted to the whole up to its tolerance.
     """

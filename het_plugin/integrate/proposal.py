@@ -363,8 +363,9 @@ def _cholesky(matrix: jax.Array) -> jax.Array:
 
 @struct.dataclass
 class Chosen:
-  """The chosen points of a loss, in the place of `draws.Draws`: those with numbers below S / 2 are
-  mean + away, and the others mean - away.
+  """The chosen points of a loss, in the place of `directions.Draws`.
+
+  Those with numbers below S / 2 are mean + away, and the others mean - away.
 
   Attributes:
     keys: as in `Draws`.

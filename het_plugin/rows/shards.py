@@ -14,7 +14,7 @@ _NUMBERED = re.compile(r'-(\d+)-of-(\d+)\.\w+$')
 
 
 class Joined:
-  """Arrays [N_i, ...] as one [N, ...], of which rows are read where they are taken.
+  """Arrays [N_i, ...] as one array [N, ...]. Rows are read when they are taken.
 
       >>> import numpy as np
       >>> both = Joined([np.arange(3), np.arange(3, 5)])

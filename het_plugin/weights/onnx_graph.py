@@ -212,16 +212,14 @@ def _of_equation(graph: Graph, eqn: Equation, inputs: Sequence[Value]) -> Sequen
   params = eqn.params
   if kind in _CALLS:
     return _run(graph, _closed(params[_CALLS[kind]]), inputs)
-  if kind == 'platform_index':  # of jax.lax.platform_dependent: as on a CPU
+  if kind == 'platform_index':  # of jax.lax.platform_dependent: what any platform does, else a CPU
     platforms = params['platforms']
-    return [np.int32(next((i for i, x in enumerate(platforms) if x is None or 'cpu' in x), 0))]
+    index = [i for i, x in enumerate(platforms) if x is None]
+    index += [i for i, x in enumerate(platforms) if x is not None and 'cpu' in x]
+    return [np.int32([*index, 0][0])]
   if kind == 'cond' and not isinstance(inputs[0], Name):
     branches = params['branches']
-    chosen = branches[np.clip(inputs[0], 0, len(branches) - 1)]
-    # A sum of shifted images is a CPU's way to a convolution, which ONNX has itself.
-    if chosen.jaxpr.debug_info.func_name == 'as_sum':
-      chosen = branches[-1]
-    return _run(graph, _closed(chosen), inputs[1:])
+    return _run(graph, _closed(branches[np.clip(inputs[0], 0, len(branches) - 1)]), inputs[1:])
   if kind == 'scan':
     return _written_out(graph, eqn, inputs)
   is_constant = not any(isinstance(x, Name) for x in inputs) and kind != 'dim_as_value'
