@@ -48,6 +48,12 @@ class RowsSettings(Gin):
     if self.train and (given := [name for name in of_checkpoint if name in self.given]):
       raise ValueError(f'--{given[0]} is for --checkpoint, whose representations are computed here')
 
+  @property
+  def unfinished(self) -> Path | None:
+    """Where fits are kept until the results are written (`resuming.kept`): beside these."""
+    written = [x for name in ('json', 'html') if (x := getattr(self, name, None))]
+    return Path(f'{written[0]}.unfinished') if written else None
+
   def represented(self, program: str, splits: Sequence[str]) -> list[str]:
     """The files of splits of the checkpoint, written if they are not there."""
     from het_plugin.commands import represent  # imports tasks, which files do not need

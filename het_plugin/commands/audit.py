@@ -31,7 +31,7 @@ from het_plugin import reporting
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import OneOf
 from het_plugin.commands._rows import FileOrArrays, RowsSettings, read
-from het_plugin.estimators import CLASSIFIERS
+from het_plugin.estimators import CLASSIFIERS, resuming
 from het_plugin.estimators import audit as audit_lib
 from het_plugin.estimators import probe as grid
 from het_plugin.estimators.audit import ROUNDS
@@ -133,7 +133,7 @@ def run(settings: Settings) -> reporting.Report:
 
   source = sources.rows_or_file(source, settings.split)
   probs = settings.write_pred_probs, settings.pred_probs
-  return report(source, fits, examples, settings.rounds, *probs)
+  return report(source, fits, examples, settings.rounds, *probs, settings.unfinished)
 
 
 def _check_suggested(path: str, source: str) -> None:
@@ -234,6 +234,7 @@ def report(
   rounds: int = audit_lib.ROUNDS,
   probs_to: str | None = None,
   probs_from: str | None = None,
+  unfinished: Path | None = None,
 ) -> reporting.Report:
   """The audit of a file of rows (`rows.read`), or of rows. Of votes the consensus is audited.
 
@@ -242,6 +243,7 @@ def report(
     settings, rounds: as in `audit`.
     probs_to: where p [N, K] is written, as `pred_probs` of `audit`.
     probs_from: a file of such p, which no head is fitted for (`estimators.audit.read_probs`).
+    unfinished: a folder from which stopped fits go on (`resuming.kept`); None keeps nothing.
     examples: the data set of the rows. The page shows some of its images; None shows none.
 
   Returns:
@@ -262,7 +264,8 @@ def report(
     found, failures, chosen = measure.audit(p, label), 0, 0
   else:
     of_labels = rows.features, label, settings, rounds
-    found, failures, chosen = audit_lib.in_rounds(*of_labels, probs_to, rows.num_classes)
+    with resuming.kept(unfinished, settings, rows):
+      found, failures, chosen = audit_lib.in_rounds(*of_labels, probs_to, rows.num_classes)
   order = np.argsort(-found.wrong, kind='stable')
   listed = Listed(rows, label, found, order)
   if examples is not None:
@@ -354,6 +357,7 @@ def report(
       'csv': functools.partial(reporting.write_table, list(listed[0]), listed),
       'suggest': functools.partial(write_suggested, listed),
     },
+    written=functools.partial(resuming.forget, unfinished),
     json={
       'head': head,
       'rounds': chosen,

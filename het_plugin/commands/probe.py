@@ -15,6 +15,7 @@ a whole fit for each value; auto has short ones, each from the end of the one be
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from sklearn.model_selection import KFold
 
 from het_plugin import reporting
 from het_plugin.commands._rows import FileOrArrays, RowsSettings, files_of, read
-from het_plugin.estimators import inputs
+from het_plugin.estimators import inputs, resuming
 from het_plugin.estimators import probe as grid
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.probe import (
@@ -129,7 +130,8 @@ def run(settings: Settings) -> reporting.Report:
 
   train = sources.rows_or_file(train, 'train')
   test = test and sources.rows_or_file(test)
-  return probe(train, test or None, fits, settings.ood and sources.rows_or_file(settings.ood))
+  ood = settings.ood and sources.rows_or_file(settings.ood)
+  return probe(train, test or None, fits, ood, settings.unfinished)
 
 
 def _usual_splits(dataset: str) -> list[str]:
@@ -160,6 +162,7 @@ def probe(
   test: FileOrArrays | None,
   settings: grid.Settings,
   ood: FileOrArrays | None = None,
+  unfinished: Path | None = None,
 ) -> reporting.Report:
   """Fits the heads to representations.
 
@@ -176,6 +179,7 @@ def probe(
     test: a file or arrays for the test rows; None uses folds of `train`.
     settings: settings of the comparison.
     ood: rows of another distribution, whose confidence is compared with that of the test rows.
+    unfinished: a folder from which stopped fits go on (`resuming.kept`); None keeps nothing.
 
   Returns:
     The report, with a row for each head. Its NLL is in nats per example.
@@ -211,7 +215,8 @@ def probe(
   rows = (train_rows, y, test_rows, ood_rows)
   starts = {}
   titles = fit_titles(settings, settings.folds if test is None else 1)
-  outcomes = [_outcome(head, *rows, settings, starts, titles) for head in settings.heads]
+  with resuming.kept(unfinished, settings, train_rows):
+    outcomes = [_outcome(head, *rows, settings, starts, titles) for head in settings.heads]
   baseline = settings.baseline or settings.heads[0]
   first = next(x for x in outcomes if x.head == baseline)
   rows = [_row(x, first, test_rows is None) for x in outcomes]
@@ -248,6 +253,7 @@ def probe(
     notes=notes,
     draw=lambda: calibration_figures({x.head: x.scores for x in outcomes}),
     json=rows,
+    written=functools.partial(resuming.forget, unfinished),
   )
 
 

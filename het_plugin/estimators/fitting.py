@@ -18,6 +18,7 @@ from het_plugin.estimators import (
   lbfgs,
   objective,
   placement,
+  resuming,
   selection,
   starts,
   stream,
@@ -137,7 +138,7 @@ class _Data:
 
   def stoppable(self) -> contextlib.AbstractContextManager:
     """Inside, Ctrl-C ends the searches of rows on disk, which keep what they have."""
-    if not self.on_disk:
+    if not self.on_disk or resuming.are_kept():
       return contextlib.nullcontext()
     return stopping.handled(lambda: True, lambda: None)
 
@@ -218,7 +219,7 @@ class _Data:
         with warnings.catch_warnings():
           if part is not rows:
             warnings.simplefilter('ignore', ConvergenceWarning)
-          done = lbfgs.minimise(model, params, part, **limits, gap=gap)
+          done = resuming.minimise(model, params, part, **limits, gap=gap)
         params = done.params
         num_iterations += done.num_iterations
         if part is not rows and stops():

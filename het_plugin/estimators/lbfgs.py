@@ -202,6 +202,10 @@ def _iterations_left(gradients: Sequence[float], tol: float) -> float | None:
   return max(1.0, (recent[-1] - math.log(tol)) / -slope) if slope < 0 else None
 
 
+def _so_far(model, theta, whitening, *numbers):
+  return FitResult(jax.tree.map(np.asarray, unwhiten(model, theta, whitening)), *numbers)
+
+
 class StoppedError(Exception):
   """Somebody ends the fit, which keeps its best parameters."""
 
@@ -216,6 +220,7 @@ def minimise(
   progress: bool | str,
   gap: float = 0.0,
   stops: Callable[[], bool] = lambda: False,
+  keep: Callable[[Callable[[], FitResult]], None] = lambda make: None,
 ) -> FitResult:
   """Minimises the objective from `params`.
 
@@ -233,6 +238,7 @@ def minimise(
     tol, max_iter, progress: see `DetClassifier`.
     gap: nats.
     stops: whether the search is to be stopped.
+    keep: called after each iteration with a function that gives what has been found so far.
   """
   is_det = model.head == 'det'
   close = gap if is_det else max(gap, GAP_SHARE * tol)
@@ -287,6 +293,8 @@ def minimise(
         gradients.append(float(largest))
         note = f'objective {value:.6f}, gradient {largest:.1e}'
         bar.update(1, note, _iterations_left(gradients, tol))
+        so_far = float(value), float(largest), num_iterations, left
+        keep(functools.partial(_so_far, model, theta, whitening, *so_far))
       params = unwhiten(model, theta, whitening)
       if num_iterations >= max_iter or is_stopped:
         break

@@ -87,6 +87,7 @@ class Report:
   writers: Mapping[str, Callable[[str], None]] = dataclasses.field(default_factory=dict)
   # {name: gin text}, shown folded
   configs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  written: Callable[[], None] = lambda: None  # called when all is written
 
   def text(self) -> str:
     """Tables and notes for a terminal."""
@@ -145,6 +146,7 @@ class Report:
     for flag, path in (others or {}).items():
       if path:
         self.writers[flag](path)
+    self.written()
 
   def _write_plots(
     self, program: str, png: str | None, html: str | None, folder: Path | None

@@ -152,7 +152,7 @@ def write(path: epath.PathLike, rows: Rows) -> None:
   about = {'class_names': names, 'provenance': dict(rows.provenance)}
   if 'log_prob' in arrays:
     about['link'] = rows.link
-  about['checksums'] = {name: _crc(x) for name, x in arrays.items()}
+  about['checksums'] = {name: crc(x) for name, x in arrays.items()}
   about['digest'] = _digest(about)
   with run_files.replacing(path) as unfinished:
     if path.suffix == '.npz':
@@ -308,11 +308,11 @@ def _digest(about: Mapping[str, Any]) -> int:
 def _check_sums(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> None:
   """Raises ValueError if an array is not what was written. Files made elsewhere have no sums."""
   for name, written in about.get('checksums', {}).items():
-    if name not in arrays or _crc(arrays[name]) != written:
+    if name not in arrays or crc(arrays[name]) != written:
       raise ValueError(f'the array {name} is not what was written: the file is damaged')
 
 
-def _crc(x: np.ndarray) -> int:
+def crc(x: np.ndarray) -> int:
   """CRC-32 of the shape, type and values of an array, which may be a mapped file."""
   found = zlib.crc32(f'{x.dtype.name} {x.shape}'.encode())
   for block in _blocks(x):

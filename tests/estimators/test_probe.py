@@ -17,7 +17,7 @@ from het_plugin.commands import probe
 from het_plugin.estimators import DetClassifier, lbfgs
 from het_plugin.estimators import probe as grid
 from het_plugin.estimators.probe import choose
-from het_plugin.system import exit_codes
+from het_plugin.system import exit_codes, stopping
 from tests.waiting import wait_for
 
 
@@ -146,6 +146,45 @@ def test_sigterm_ends_it_as_other_mains(files):
   process.send_signal(signal.SIGTERM)
   assert 'SIGTERM: stopped' in process.communicate(timeout=20)[1]
   assert process.returncode == exit_codes.PREEMPTED
+
+
+def test_a_stopped_probe_goes_on(few, tmp_path, monkeypatch, capsys):
+  train, test = few
+  fits = settings(heads=('det', 'het'), max_iter=40)
+  whole = probe.probe(train, test, fits).json
+  folder = tmp_path / 'probe.json.unfinished'
+  begun = []
+  minimise = lbfgs.minimise
+  monkeypatch.setattr(lbfgs, 'minimise', lambda *x, **y: begun.append(1) or minimise(*x, **y))
+
+  def stopped_after(count):  # of the iterations
+    calls = itertools.count()
+    monkeypatch.setattr(stopping, 'requested', lambda: next(calls) >= count)
+    return probe.probe(train, test, fits, unfinished=folder)
+
+  stops = 0
+  found = None
+  while found is None:
+    begun.clear()
+    try:
+      found = stopped_after(12)
+    except exit_codes.Preempted:
+      stops += 1
+      assert 'the same command goes on from' in capsys.readouterr().out
+    assert len(begun) < 3  # those that have ended are not made again
+  assert 1 < stops < 9
+  for one, other in zip(found.json, whole, strict=True):
+    assert one['nll'] == pytest.approx(other['nll'], abs=2e-3)
+  capsys.readouterr()
+  with pytest.raises(exit_codes.Preempted):
+    fits = settings(max_iter=41)
+    stopped_after(3)
+  assert 'is of other settings: this begins anew' in capsys.readouterr().out
+  found.written()
+  assert not folder.exists()
+  folder.mkdir()
+  with pytest.raises(ValueError, match='no fit has written it'):
+    stopped_after(3)
 
 
 def test_marked_classes_are_no_class_numbers(few):
