@@ -232,7 +232,9 @@ def _check_fit(
   shape = list(spec['image'].shape[1:])
   try:
     columns = [rows_lib.column(layer) for layer in layers]
-    run.computing(columns, pool=pool, dtype=dtype).compiled.trace(run.params, dict(spec))
+    run.computing(columns, pool=pool, dtype=dtype, is_shared=True).compiled.trace(
+      run.params, dict(spec)
+    )
   except ValueError as error:
     raise ValueError(f'--layers={",".join(layers)}, images {shape}: {error}') from error
   except flax.errors.ScopeParamShapeError as error:
@@ -262,7 +264,8 @@ def convert(settings: Settings) -> dict[str, Any]:
     digests = digests or [_sha256(path) for path in paths]
     with np.errstate(over='ignore'):  # the next line raises
       features = read.features.astype(jax.numpy.dtype(settings.dtype))
-    unfinished.check_finite(_ARRAYS_LAYER, features, read.index)
+    if wrong := unfinished.not_finite(_ARRAYS_LAYER, features, read.index):
+      raise ValueError(wrong)
     made_from = {'source': part, 'sha256': digests, 'dtype': settings.dtype, 'split': name}
     target = SplitFiles(folder, name, f'.{settings.format}', made_from)
     pending = target.pending([_ARRAYS_LAYER], settings.overwrite).layers
@@ -290,16 +293,16 @@ def _rows(
 
 def _row(target: SplitFiles, layer: str, speed: Mapping[str, float] | None) -> dict[str, Any]:
   """The row of a file; speed is None if the file was already complete."""
-  path = target.path(layer)
+  source = target.source(layer)
   if speed is None:
-    print(f'{path} is complete already.', flush=True)
-  provenance = files.read_provenance(path)
+    print(f'{source} is complete already.', flush=True)
+  provenance = files.read_provenance(target.written(layer)[0])
   return {
     'split': target.split,
     'layer': layer,
     'num_examples': provenance['num_examples'],
     'dim': provenance['dim'],
-    'file': str(path),
+    'file': source,
     'seconds': None,
     'images_per_second': None,
     **(speed or {}),

@@ -23,7 +23,7 @@ KEPT = ('label', 'label_weight', 'annotator', 'index', 'mask')
 
 
 class PerExample:
-  """A function of parameters and a batch, compiled for a mesh, whose rows come to every host.
+  """A function of parameters and a batch, compiled for a mesh, whose rows come to the hosts.
 
   Compiles once per batch shape.
   """
@@ -35,6 +35,7 @@ class PerExample:
     specs: PyTree,
     channels: int,
     active: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    is_shared: bool = False,
   ):
     """Compiles nothing yet.
 
@@ -44,23 +45,34 @@ class PerExample:
       specs: PartitionSpecs of params.
       channels: channels of the images that `compute` takes; others are converted.
       active: the context in which `compute` is traced.
+      is_shared: each row of `compute` comes to one host. Else all rows come to all hosts.
     """
 
-    def columns(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def columns(
+      params: PyTree, batch: Mapping[str, jax.Array]
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
       if 'image' in batch:
         batch = {**batch, 'image': match_channels(batch['image'], channels)}
       kept = {name: batch[name] for name in KEPT if name in batch}
       with active():
-        return {**compute(params, batch), **kept}
+        return compute(params, batch), kept
 
     self._partitioner = partitioner
     inputs = specs, partitioner.data_partition_spec
-    # The results are replicated, so that each host reads whole batches, whichever rows it fed.
-    self.compiled = partitioner.partition(columns, inputs, None)
+    # What is replicated each host reads of whole batches, whichever rows it fed.
+    computed = partitioner.data_partition_spec if is_shared else None
+    self.compiled = partitioner.partition(columns, inputs, (computed, None))
 
   def __call__(
     self, params: PyTree, batches: Batches, batch_size: int, max_examples: int | None = None
   ) -> Iterator[Columns]:
+    """Rows of each batch in order, as `shares` without their number."""
+    for columns, _ in self.shares(params, batches, batch_size, max_examples):
+      yield columns
+
+  def shares(
+    self, params: PyTree, batches: Batches, batch_size: int, max_examples: int | None = None
+  ) -> Iterator[tuple[Columns, int]]:
     """Rows of each batch in order; every process must take the same number of batches.
 
     Reads one batch ahead, so that the devices compute a batch while the host processes the one
@@ -75,18 +87,22 @@ class PerExample:
 
     Yields:
       The columns of `compute`, and those of `KEPT` that the batch has but mask, [n, ...] with
-      0 <= n <= B.
+      0 <= n <= B, of the rows that come to this host; and how many rows there are on all hosts.
     """
     left = np.inf if max_examples is None else max_examples
     in_flight = deque()
 
-    def fetch() -> Columns:
+    def fetch() -> tuple[Columns, int]:
       nonlocal left
-      columns = dict(jax.device_get(in_flight.popleft()))
-      rows = np.flatnonzero(columns.pop('mask') > 0)
+      computed, kept = in_flight.popleft()
+      kept = jax.device_get(kept)
+      rows = np.flatnonzero(kept.pop('mask') > 0)
       rows = rows[: int(min(left, len(rows)))]
       left -= len(rows)
-      return {name: x[rows] for name, x in columns.items()}
+      found = {name: _own(x, rows) for name, x in computed.items()}
+      own = next(iter(found.values()))[0]
+      columns = {name: x for name, (_, x) in found.items()}
+      return {**columns, **{name: x[own] for name, x in kept.items()}}, len(rows)
 
     for batch in batches:
       in_flight.append(self.compiled(params, self._partitioner.shard_batch(batch, batch_size)))
@@ -96,6 +112,21 @@ class PerExample:
           return
     if in_flight:
       yield fetch()
+
+
+def _own(x: jax.Array, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """The numbers of the rows of x [B, ...], ascending, that are of this host, and these rows."""
+  if x.is_fully_addressable or x.is_fully_replicated:
+    return rows, jax.device_get(x)[rows]
+  shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+  shards = sorted(shards, key=lambda shard: shard.index[0].start or 0)
+  starts = [shard.index[0].start or 0 for shard in shards]
+  number = [start + np.arange(len(shard.data)) for start, shard in zip(starts, shards, strict=True)]
+  own = np.concatenate([*number, np.zeros(0, int)])
+  is_wanted = np.isin(own, rows)
+  parts = [np.asarray(shard.data) for shard in shards]
+  values = np.concatenate([*parts, np.zeros((0, *x.shape[1:]), x.dtype)])
+  return own[is_wanted], values[is_wanted]
 
 
 def in_chunks(compute: Compute) -> Compute:

@@ -159,11 +159,17 @@ class Run:
         yield of_batch(found, link)
 
   def computing(
-    self, columns: Sequence[str], *, pool: str = 'mean', dtype: Any = jnp.float32
+    self,
+    columns: Sequence[str],
+    *,
+    pool: str = 'mean',
+    dtype: Any = jnp.float32,
+    is_shared: bool = False,
   ) -> PerExample:
     """A function of batches that computes columns (see `rows`), all in one forward pass.
 
-    The columns of layers are [n, D] in `dtype`; they are pooled in float32 first.
+    The columns of layers are [n, D] in `dtype`; they are pooled in float32 first. `is_shared` is
+    that of `PerExample`.
     """
     columns = tuple(columns)
     dtype = jnp.dtype(dtype)
@@ -182,9 +188,16 @@ class Run:
 
     # Draws of a batch need the whole batch; layers of an image need the image alone.
     has_head = len(layers) < len(columns)
-    return self.per_example((columns, pool, dtype), compute if has_head else in_chunks(compute))
+    key = columns, pool, dtype, is_shared
+    return self.per_example(key, compute if has_head else in_chunks(compute), is_shared=is_shared)
 
-  def per_example(self, key: Hashable, compute: Compute, specs: PyTree | None = None) -> PerExample:
+  def per_example(
+    self,
+    key: Hashable,
+    compute: Compute,
+    specs: PyTree | None = None,
+    is_shared: bool = False,
+  ) -> PerExample:
     """A function of batches on the mesh of this run; made and compiled once for each key.
 
     `specs` are the PartitionSpecs of its first argument, by default those of the parameters.
@@ -193,7 +206,8 @@ class Run:
       specs = self.param_specs if specs is None else specs
       # References that the model calls later, such as @norm without (), find their bindings.
       active = contextlib.nullcontext if self.config is None else self.config.active
-      compiled = PerExample(compute, self.partitioner, specs, self.channels, active)
+      of_run = self.partitioner, specs, self.channels, active
+      compiled = PerExample(compute, *of_run, is_shared)
       self._compiled[key] = compiled
     return self._compiled[key]
 

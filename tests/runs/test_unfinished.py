@@ -1,7 +1,9 @@
 """Files of an extraction: interrupted anywhere they end the same, and settings are never mixed."""
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 
@@ -47,6 +49,8 @@ class Stream:
     self._stop_at = stop_at
     self.num_examples = len(self._ids)
 
+    self.rows = np.arange(batch_size)  # of each batch that this process feeds
+
   def set_state(self, state):
     self._position = state['position']
 
@@ -57,12 +61,13 @@ class Stream:
         raise KilledError
       real = positions < len(self._ids)
       index = np.where(real, self._ids[np.minimum(positions, len(self._ids) - 1)], 0)
-      yield {
+      batch = {
         'image': IMAGES[index] * real[:, None, None, None],
         'label': np.where(real, index % 3, -1)[:, None].astype(np.int32),
         'index': index.astype(np.int32),
         'mask': (real & ~np.isin(index, UNREADABLE)).astype(np.float32),
       }
+      yield {name: x[self.rows] for name, x in batch.items()}
 
 
 def extract(
@@ -81,6 +86,7 @@ def extract(
   pending = target.pending(layers, overwrite)
   if pending.layers:
     partitioner = PjitPartitioner(num_partitions=model_shards)
+    batches.rows = partitioner.batch_rows(batch_size)
     specs = {'w': PartitionSpec(None, 'model')}
     params = jax.device_put({'w': WEIGHTS}, partitioner.shardings(specs))
     run = Run(LinearModel(), partitioner, params, specs, image_size=2, channels=1)
@@ -259,3 +265,60 @@ def test_rows_that_have_gone_make_no_file(tmp_path):
     extract(tmp_path, Stream())
   assert not [*tmp_path.rglob('*.safetensors')]
   assert extract(tmp_path, Stream()).position == 0
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+import jax
+from tests.runs import test_unfinished
+folder, stop_at, address, process = sys.argv[1:]
+jax.config.update('jax_num_cpu_devices', 1)
+jax.distributed.initialize(address, 2, int(process))
+test_unfinished.unfinished._COMMIT_SECONDS = 0.0
+stream = test_unfinished.Stream(stop_at=float(stop_at))
+try:
+  print(test_unfinished.extract(Path(folder), stream, model_shards=1).position)
+except test_unfinished.KilledError:
+  print('killed')
+"""
+
+
+def extract_by_two(folder, stop_at):
+  """What two processes print."""
+  with socket.socket() as free:
+    free.bind(('localhost', 0))
+    address = f'localhost:{free.getsockname()[1]}'
+  command = [sys.executable, '-c', PROCESS, str(folder), str(stop_at), address]
+  environment = {**os.environ, 'XLA_FLAGS': ''}
+  both = [
+    subprocess.Popen([*command, number], stdout=subprocess.PIPE, text=True, env=environment)
+    for number in '01'
+  ]
+  return [process.communicate(timeout=100)[0].split()[-1] for process in both]
+
+
+@pytest.mark.slow
+def test_two_processes_write_their_rows_and_one_goes_on(tmp_path, uninterrupted):
+  two = tmp_path / 'two'
+  assert extract_by_two(two, 24) == ['killed', 'killed']
+  assert not list(two.glob('wide/*'))
+  one = tmp_path / 'one'
+  shutil.copytree(two, one)
+  assert extract_by_two(two, np.inf) == ['16', '16']
+  assert extract(one, Stream(), model_shards=1).position == 16
+  shards = [f'train-0000{i}-of-00002.safetensors' for i in (0, 1)]
+  assert list(content(two)) == [f'{layer}/{x}' for layer in ('narrow', 'wide') for x in shards]
+  assert list(content(one)) == list(uninterrupted)
+  for layer in ('narrow', 'wide'):
+    alone = rows.read(str(one / layer / 'train.safetensors'))
+    found = rows.read(str(two / layer / 'train-*-of-00002.safetensors'))
+    assert found.provenance == alone.provenance
+    assert min(len(rows.read(str(two / layer / x))) for x in shards) > 15
+    for name in ('features', 'labels', 'index'):
+      want = getattr(alone, name)
+      np.testing.assert_allclose(getattr(found.ordered(), name), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(alone.index, np.setdiff1d(np.arange(NUM_EXAMPLES), UNREADABLE))
+  assert extract(two, Stream(stop_at=0)).layers == ()  # nothing is left
+  extract(two, Stream(), overwrite=True, dtype='bfloat16')
+  assert list(content(two)) == list(uninterrupted)  # no shard of before
