@@ -70,10 +70,11 @@ def write_tar(path, samples):
     add_members(tar, samples)
 
 
-def add_members(tar, samples):
+def add_members(tar, samples, mtime=0):
   for name, content in samples:
     member = tarfile.TarInfo(name)
     member.size = len(content)
+    member.mtime = mtime
     tar.addfile(member, io.BytesIO(content))
 
 
@@ -287,6 +288,12 @@ def _headers(format):
   return write
 
 
+def _times(path):
+  """A time with a fraction, as webdataset writes it, is in a header of its own."""
+  with tarfile.open(path, 'w') as tar:
+    add_members(tar, _two_labelled(), mtime=1.5)
+
+
 def _extra(kind, **fields):
   """Two samples, and between them a member of another kind than a file."""
 
@@ -309,6 +316,7 @@ def _extra(kind, **fields):
   [
     (_headers(tarfile.PAX_FORMAT), [1, 2, None]),
     (_headers(tarfile.GNU_FORMAT), [1, 2, None]),
+    (_times, [1, 2]),
     (_extra(tarfile.SYMTYPE, linkname='a.png'), [1, None, 2]),
     (_extra(tarfile.LNKTYPE, linkname='a.png'), [1, None, 2]),
     (_extra(tarfile.FIFOTYPE), [1, None, 2]),
