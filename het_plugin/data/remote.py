@@ -96,7 +96,8 @@ class FsspecStore:
     try:
       import fsspec
 
-      self._files = fsspec.filesystem(scheme)
+      # A listing that is kept would hide that a file changed since.
+      self._files = fsspec.filesystem(scheme, use_listings_cache=False)
     except (ImportError, ValueError) as error:
       package = _PACKAGES.get(scheme, 'fsspec and its extension')
       raise ValueError(f'{scheme}:// needs a library: pip install {package} ({error}).') from error
@@ -208,6 +209,7 @@ def _read_part(
         os.utime(kept.fileno())  # the oldest are removed first
         return os.pread(kept.fileno(), size, offset - block[0])
     content = file.fetch(*block)
+    file.check_unchanged(stat)  # a small request for a whole block, which is kept for days
     _keep(path, content)
   return content[offset - block[0] :][:size]
 

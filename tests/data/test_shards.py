@@ -656,6 +656,20 @@ def test_other_addresses_are_read_through_fsspec(tmp_path, monkeypatch):
     tasks.get_task('parquet:none://a/b.parquet')
 
 
+@pytest.mark.parametrize('kind', ['parquet', 'webdataset'])
+def test_a_file_far_away_that_changed_is_not_read(tmp_path, monkeypatch, kind):
+  monkeypatch.setenv('HET_PLUGIN_CACHE_GIB', '0')  # what was kept before is still right
+  files = fsspec.filesystem('memory')
+  far_away(kind, tmp_path)
+  path = next(tmp_path.glob('train-0.*'))
+  address = f'memory://changed/test{path.suffix}'
+  files.put(str(path), address)
+  source = tasks.get_task(f'{kind}:{address}').examples
+  files.pipe_file(address, path.read_bytes() + bytes(512))
+  with pytest.raises(ValueError, match='changed since the start: start again'):
+    source.read('test', np.array([7]), 8, 0)
+
+
 def test_the_cache_of_blocks_is_bounded(tmp_path, monkeypatch):
   monkeypatch.setenv('HET_PLUGIN_CACHE_GIB', str(10_000 / 2**30))
   files = fsspec.filesystem('memory')
