@@ -69,8 +69,9 @@ class Settings(RowsSettings):
     max_iter: Largest number of iterations of a fit.
     seed: Seed of the folds and of the initial values.
     csv: Where to write a line per example; as Parquet if it ends in .parquet.
-    suggest: Where to write the rows with suggested labels; with --dataset=image_folder:PATH also
-      PATH/labels.csv, which a training of PATH reads.
+    suggest: Where to write the rows with suggested labels; with --dataset also a table: for
+      image_folder:PATH it is PATH/labels.csv, which a training of PATH reads, and parquet:PATH and
+      webdataset:PATTERN read it as PATH?labels=FILE.
     pred_probs: A .npy file of out-of-fold probabilities [N, K], instead of fits.
     write_pred_probs: Where to write the out-of-fold probabilities [N, K], as .npy.
     json: Where to write all results.
@@ -124,8 +125,11 @@ def run(settings: Settings) -> reporting.Report:
     from het_plugin.evaluation.examples import Examples  # imports what files do not need
 
     examples = Examples.of(settings.dataset, settings.split)
-  if suggest.endswith('.csv') and not (examples and examples.have_files):
-    raise ValueError(f'--suggest={suggest} needs --dataset=image_folder:PATH, whose files it names')
+  if suggest.endswith('.csv') and not (examples and examples.have_names):
+    raise ValueError(
+      f'--suggest={suggest} needs --dataset=image_folder:PATH, parquet:PATH or webdataset:PATTERN, '
+      'whose examples it names'
+    )
   if settings.checkpoint:
     (source,) = settings.represented('het_plugin.audit', [settings.split])
     _check_suggested(suggest, source)
@@ -197,8 +201,8 @@ class Listed(Sequence):
 def write_suggested(listed: Listed, path: str) -> None:
   """Writes the rows of an audit with the suggested labels in the place of wrong ones, and says so.
 
-  A .csv file is the labels.csv of the image folder (docs/data.md): a training of this folder then
-  takes the suggested labels. Others are files of rows. Weights and annotators of the labels are
+  A .csv file is a table of labels (docs/data.md), which a training then takes in the place of those
+  of the data. Others are files of rows. Weights and annotators of the labels are
   left out: they are those of the labels before.
   """
   is_wrong = listed.found.kind == 'wrong'
@@ -212,13 +216,13 @@ def write_suggested(listed: Listed, path: str) -> None:
 
 
 def _write_table(path: str, listed: Listed) -> None:
-  """Writes labels.csv with the suggested labels."""
-  names = listed.rows.class_names or ()
+  """Writes a table of labels with the suggested ones."""
+  names = listed.rows.class_names or range(listed.rows.num_classes)
   with (
     run_files.replacing(path) as unfinished,
     open(unfinished, 'w', newline='', encoding='utf-8') as stream,
   ):
-    # As they are: a training reads them, and looks for the files and the classes of these names.
+    # As they are: a training reads them, and looks for the examples and classes of these names.
     writer = csv.writer(stream, lineterminator='\n')
     writer.writerow(TABLE_COLUMNS)
     for i in np.argsort(listed.rows.index, kind='stable'):
@@ -269,9 +273,7 @@ def report(
   order = np.argsort(-found.wrong, kind='stable')
   listed = Listed(rows, label, found, order)
   if examples is not None:
-    folder = examples.task.name.partition(':')[2] if examples.have_files else None
-    root = folder and Path(folder).resolve()
-    listed = dataclasses.replace(listed, name=examples.name, root=root or None)
+    listed = dataclasses.replace(listed, name=examples.name, root=examples.folder)
 
   def shown(k):
     return str(k) if names is None else names[k]

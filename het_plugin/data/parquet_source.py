@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 
 from het_plugin.data import array_source, preprocess, remote, shards
 from het_plugin.data.annotations import LABEL_FIELDS
+from het_plugin.data.corrections import relabel
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 
 IMAGE_NAMES = ('image', 'img', 'jpg', 'jpeg', 'png', 'webp', 'picture')
@@ -55,7 +56,7 @@ class _Files:
       self._metadata = list(pool.map(_footer, self.paths, self._stats))
     self._schemas = [metadata.schema.to_arrow_schema() for metadata in self._metadata]
     counts = [metadata.num_rows for metadata in self._metadata]
-    self._file_starts = np.cumsum([0, *counts])  # [number of files + 1]
+    self.file_starts = np.cumsum([0, *counts])  # [number of files + 1]
     # A file without rows may have columns without a type.
     first = int(np.argmax(np.array(counts) > 0))
     self.schema = self._schemas[first]
@@ -250,8 +251,13 @@ class _Files:
 
   def describe(self, row: int) -> str:
     """The file, and the number of the row in it."""
-    i = int(np.searchsorted(self._file_starts, row, side='right')) - 1
-    return f'{self.paths[i]}[{row - self._file_starts[i]}]'
+    i, number = shards.locate(self.file_starts, row)
+    return f'{self.paths[i]}[{number}]'
+
+  def file(self, row: int) -> str:
+    """The same below what the user named, as in a table of labels."""
+    i, number = shards.locate(self.file_starts, row)
+    return f'{self.paths[i].relative}[{number}]'
 
 
 class ParquetSource:
@@ -260,12 +266,13 @@ class ParquetSource:
   Labels are class numbers, names, or lists of either; or soft labels, lists of K floats. Names of
   the numbers are those of the schema's metadata (`huggingface`). Columns `label_weight`, `weight`
   and `annotator` are as in an NPZ file (docs/data.md). The row of an image without a label (null,
-  -1 or '') is masked, unless a list is empty and others have several labels.
+  -1 or '') is masked, unless a list is empty and others have several labels. ?labels=FILE replaces
+  labels (`corrections.relabel`).
   """
 
   def __init__(self, argument: str):
     """Reads footers and labels. ValueError if there are none, or a column is unclear."""
-    self._files = _Files('parquet', argument, ('image', 'label', *LABEL_FIELDS))
+    self._files = _Files('parquet', argument, ('image', 'label', 'labels', *LABEL_FIELDS))
     column = self._files.column_for('label', LABEL_NAMES, _holds_labels)
     values = self._files.column(column)
     names = self._files.class_names(column)
@@ -281,12 +288,18 @@ class ParquetSource:
         )
         arrays[field] = array[:, None] if field == 'annotator' and array.ndim == 1 else array
     self._has_label = _has_label(values, labels)
-    self._rows = shards.labelled(self._files.splits, self._has_label)
     # A row without a label stands here for one that has one; its image is masked.
     rows = np.where(self._has_label, np.arange(len(labels)), np.argmax(self._has_label))
     num_classes, self._labels, annotators = array_source.labels_of(
       self._files.name, {name: array[rows] for name, array in arrays.items()}, names, len(rows)
     )
+    version = self._files.version
+    if table := self._files.settings.get('labels'):
+      of_files = self._files.paths, self._files.file_starts
+      named, checksum = relabel(table, self._labels, *of_files, names, num_classes)
+      self._has_label[named] = True
+      version = f'{version} {checksum}'
+    self._rows = shards.labelled(self._files.splits, self._has_label)
     fields = tuple(x for x in self._labels.dtype.names or () if x != 'label')
     max_labels = (self._labels['label'] if fields else self._labels).shape[1]
     self.info = TaskInfo(
@@ -298,7 +311,7 @@ class ParquetSource:
       max_labels=max_labels,
       label_fields=fields,
       annotators=annotators,
-      version=self._files.version,
+      version=version,
     )
 
   @functools.cached_property
@@ -324,6 +337,10 @@ class ParquetSource:
 
   def describe(self, split: str, example_id: int) -> str:
     return self._files.describe(int(self._rows[split][example_id]))
+
+  def file(self, split: str, example_id: int) -> str:
+    """The name of an example in a table of labels."""
+    return self._files.file(int(self._rows[split][example_id]))
 
 
 class ParquetCaptionSource:

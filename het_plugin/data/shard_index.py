@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from het_plugin.data import array_source, preprocess, remote, shards
+from het_plugin.data.corrections import relabel
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 
 NAME_FILES = ('classnames.txt', 'classes.txt', 'class_names.txt', 'label.labels.txt')
@@ -109,7 +110,9 @@ class _Shards:
     what = [
       _VERSION,
       self._format.prefix,
-      sorted(self.settings.items()),
+      sorted(
+        (use, field) for use, field in self.settings.items() if use not in ('names', 'labels')
+      ),
       *map(_absolute, self.paths),
     ]
     digest = hashlib.sha256(repr(what).encode()).hexdigest()[:32]
@@ -267,8 +270,18 @@ class _Shards:
 
   def describe(self, row: int) -> str:
     """The file, and the place of the sample in it."""
-    shard = self._shard[row]
-    return f'{self.paths[shard]}[{row - int(np.searchsorted(self._shard, shard))}]'
+    i, number = shards.locate(self.file_starts, row)
+    return f'{self.paths[i]}[{number}]'
+
+  def file(self, row: int) -> str:
+    """The same below what the user named, as in a table of labels."""
+    i, number = shards.locate(self.file_starts, row)
+    return f'{self.paths[i].relative}[{number}]'
+
+  @functools.cached_property
+  def file_starts(self) -> np.ndarray:
+    """The first row of each file, and N, int64 [number of files + 1]."""
+    return np.searchsorted(self._shard, np.arange(len(self.paths) + 1))
 
 
 class ShardSource:
@@ -276,12 +289,13 @@ class ShardSource:
 
   A label is a class number or a name, from the usual field of the format or ?label=FIELD. With
   ?label=json.PATH it is a value in a JSON member, or a list of several. The names of numbers are
-  the lines of a file beside the shards, classnames.txt or ?names=FILE.
+  the lines of a file beside the shards, classnames.txt or ?names=FILE. ?labels=FILE replaces labels
+  (`corrections.relabel`).
   """
 
   def __init__(self, argument: str, format: Format):
     """Reads or makes the index. ValueError if there are no samples, or a label is wrong."""
-    self._shards = _Shards(format, argument, ('image', 'label', 'names'))
+    self._shards = _Shards(format, argument, ('image', 'label', 'names', 'labels'))
     name = self._shards.name
     names = self._names()
     values = [_values(text) for text in self._shards.label_text.tolist()]
@@ -311,13 +325,19 @@ class ShardSource:
         f'{self._shards.settings.get("label") or " or ".join(format.labels)}; add ?label=FIELD or '
         '?label=json.PATH to the path.'
       )
-    self._shards.image[~has_label] = (0, -1)
-    self._splits = shards.labelled(self._shards.splits, has_label)
     # It stands here for one that has a label.
     numbers = np.where(has_label, self._shards.label, self._shards.label[np.argmax(has_label)])
     num_classes, self._labels, _ = array_source.labels_of(
       name, {'label': table[numbers]}, names, len(numbers)
     )
+    version = self._shards.version
+    if corrected := self._shards.settings.get('labels'):
+      of_files = self._shards.paths, self._shards.file_starts
+      named, checksum = relabel(corrected, self._labels, *of_files, names, num_classes)
+      has_label[named] = True
+      version = f'{version} {checksum}'
+    self._shards.image[~has_label] = _NOWHERE
+    self._splits = shards.labelled(self._shards.splits, has_label)
     self.info = TaskInfo(
       num_classes=num_classes,
       multi_label=width > 1,
@@ -325,7 +345,7 @@ class ShardSource:
       class_names=names,
       splits={split: len(rows) for split, rows in self._splits.items()},
       max_labels=width,
-      version=self._shards.version,
+      version=version,
     )
 
   def _names(self) -> tuple[str, ...] | None:
@@ -370,6 +390,10 @@ class ShardSource:
 
   def describe(self, split: str, example_id: int) -> str:
     return self._shards.describe(int(self._splits[split][example_id]))
+
+  def file(self, split: str, example_id: int) -> str:
+    """The name of an example in a table of labels."""
+    return self._shards.file(int(self._splits[split][example_id]))
 
 
 class ShardCaptionSource:

@@ -110,6 +110,12 @@ def class_numbers(where: str, names: Sequence[str], labels: Iterable[str]) -> di
   return numbers
 
 
+def locate(starts: np.ndarray, row: int) -> tuple[int, int]:
+  """The number of a row's file, and of the row in it; `starts` are the files' first rows, and N."""
+  i = int(np.searchsorted(starts, row, side='right')) - 1
+  return i, row - int(starts[i])
+
+
 def parse(name: str, argument: str, uses: Sequence[str]) -> tuple[str, dict[str, str]]:
   """The path, and {use: column} of what follows '?'.
 

@@ -1,6 +1,7 @@
 """The images of single examples of a data set, by the ids that rows have of them."""
 
 import dataclasses
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -51,9 +52,15 @@ class Examples:
     return self.info.channels in (1, 3)
 
   @property
-  def have_files(self) -> bool:
-    """Whether each example is a file of an image folder, which labels.csv may name."""
+  def have_names(self) -> bool:
+    """Whether a table of labels, which replaces those of the data, may name each example."""
     return hasattr(self.task.examples, 'file')
+
+  @property
+  def folder(self) -> Path | None:
+    """The image folder whose files the examples are, or None."""
+    kind, _, path = self.task.name.partition(':')
+    return Path(path).resolve() if kind == 'image_folder' else None
 
   def named(self, rows: Rows) -> Rows:
     """Rows of these examples, with the names of the task's classes if they have none.

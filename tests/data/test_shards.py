@@ -630,6 +630,46 @@ def test_files_far_away_are_read_as_those_here(tmp_path, server, monkeypatch, ki
   assert len(asked) == num_far  # the blocks are on the disk
 
 
+@pytest.mark.parametrize('kind', ['parquet', 'webdataset', 'tfrecord'])
+def test_a_table_corrects_labels(tmp_path, kind):
+  task = f'{kind}:{tmp_path}/far/{far_away(kind, tmp_path / "far")}'
+  before = tasks.get_task(task)
+  named = [before.examples.file('train', i) for i in (0, 7, 40)]
+  table = tmp_path / 'labels.csv'
+  lines = ['file,label,was', *(f'{name},2,x' for name in named)]
+  table.write_text('\n'.join(lines))
+  after = tasks.get_task(f'{task}?labels={table}')
+  assert after.info.splits == before.info.splits and after.info.version != before.info.version
+  ids = np.arange(before.info.splits['train'])
+  expected = before.examples.read('train', ids, 8, 0)[1].copy()
+  expected[[0, 7, 40]] = 2
+  np.testing.assert_array_equal(after.examples.read('train', ids, 8, 0)[1], expected)
+  for line, message in (
+    (f'{named[0].partition("[")[0]}[99],1', r'line 2: there is no example .*\[99\]'),
+    ('x.tar[0],1', 'line 2: there is no example'),
+    (f'{named[0]},3', "line 2: '3' is no class"),
+    (f'{named[0]},1\n{named[0]},1', 'line 3: .* is there for the second time'),
+  ):
+    table = table.with_suffix('.again.csv')  # a task is opened once
+    table.write_text(f'file,label\n{line}\n')
+    with pytest.raises(ValueError, match=message):
+      tasks.get_task(f'{task}?labels={table}')
+  with pytest.raises(ValueError, match='labels=none.csv: there is no such file'):
+    tasks.get_task(f'{task}?labels=none.csv')
+
+
+def test_a_table_replaces_soft_labels_and_labels_an_image_that_had_none(tmp_path):
+  labels = pa.array([[0.5, 0.5], None, [0.25, 0.75]])
+  write_parquet(
+    tmp_path / 'test.parquet', {'image': [encoded(i) for i in (1, 2, 3)], 'label': labels}
+  )
+  (tmp_path / 'labels.csv').write_text('file,label\ntest.parquet[1],1\ntest.parquet[2],0\n')
+  levels, found = read(f'parquet:{tmp_path}?labels={tmp_path}/labels.csv', 'test', [0, 1, 2])
+  assert levels == [1, 2, 3]
+  np.testing.assert_array_equal(found['label_weight'], [[0.5, 0.5], [1, 0], [1, 0]])
+  np.testing.assert_array_equal(found['label'][1:], [[1, -1], [0, -1]])
+
+
 def test_a_file_that_is_not_there_and_a_server_that_is_gone(tmp_path, server, monkeypatch):
   monkeypatch.setattr(remote, '_FIRST_WAIT', 0.001)
   with pytest.raises(ValueError, match=r'none\.parquet cannot be read: 404'):
