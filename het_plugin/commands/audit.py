@@ -18,10 +18,9 @@ a row is then the number of its example in --split.
 --C_noise=auto every fit chooses from no noise and shares of C.
 """
 
-import csv
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -37,7 +36,6 @@ from het_plugin.estimators import probe as grid
 from het_plugin.estimators.audit import ROUNDS
 from het_plugin.measures import audit as measure
 from het_plugin.rows import files
-from het_plugin.system import run_files
 from het_plugin.system.ranges import Count
 from het_plugin.weights.files import SUFFIXES
 
@@ -218,17 +216,15 @@ def write_suggested(listed: Listed, path: str) -> None:
 def _write_table(path: str, listed: Listed) -> None:
   """Writes a table of labels with the suggested ones."""
   names = listed.rows.class_names or range(listed.rows.num_classes)
-  with (
-    run_files.replacing(path) as unfinished,
-    open(unfinished, 'w', newline='', encoding='utf-8') as stream,
-  ):
-    # As they are: a training reads them, and looks for the examples and classes of these names.
-    writer = csv.writer(stream, lineterminator='\n')
-    writer.writerow(TABLE_COLUMNS)
+
+  def lines() -> Iterator[dict[str, Any]]:
     for i in np.argsort(listed.rows.index, kind='stable'):
       row = listed.row(i)
       label = row['suggested'] if row['kind'] == 'wrong' else row['label']
-      writer.writerow([row['name'], names[label], names[row['label']], row['wrong']])
+      values = row['name'], names[label], names[row['label']], row['wrong']
+      yield dict(zip(TABLE_COLUMNS, values, strict=True))
+
+  reporting.write_csv(TABLE_COLUMNS, lines(), path)
 
 
 def report(

@@ -18,6 +18,7 @@ from het_plugin.data.array_source import VALIDATION_FRACTION, fixed_split
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 from het_plugin.rows.files import check_names
 from het_plugin.rows.labels import check_weights
+from het_plugin.system.terminal import as_typed
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class ImageFolderSource:
     for split, paths in self._files.items():
       checksum = _checksum((split, *(path.name for path in paths)), checksum)
       checksum = zlib.crc32(self._labels[split].tobytes(), checksum)
+      for path in preprocess.sampled(paths):  # two folders may have exchanged their names
+        checksum = zlib.crc32(read_bytes(path) or b'', checksum)
     max_labels = max((x['label'] if fields else x).shape[1] for x in self._labels.values())
     self.info = TaskInfo(
       num_classes=len(numbers),
@@ -175,7 +178,7 @@ class CaptionFileSource:
 
 
 def _checksum(texts: Iterable[str], checksum: int = 0) -> int:
-  """CRC-32 of names and other texts, after others of this checksum; reads no file."""
+  """CRC-32 of names and other texts, after others of this checksum."""
   return zlib.crc32('\0'.join([*texts, '']).encode(errors='surrogatepass'), checksum)
 
 
@@ -249,7 +252,8 @@ def table_records(
             f'{file}, line {table.line_num} has more fields than the first line names; quote texts '
             f'that hold a {delimiter!r}.'
           )
-        yield table.line_num, record
+        names = (name for name in ('file', 'label') if record.get(name))  # of `write_csv`
+        yield table.line_num, record | {name: as_typed(record[name]) for name in names}
   except UnicodeDecodeError as error:
     raise ValueError(f'{file} is not valid UTF-8: {error}.') from error
   except csv.Error as error:

@@ -293,12 +293,10 @@ class ParquetSource:
     num_classes, self._labels, annotators = array_source.labels_of(
       self._files.name, {name: array[rows] for name, array in arrays.items()}, names, len(rows)
     )
-    version = self._files.version
     if table := self._files.settings.get('labels'):
       of_files = self._files.paths, self._files.file_starts
-      named, checksum = relabel(table, self._labels, *of_files, names, num_classes)
+      named, _ = relabel(table, self._labels, *of_files, names, num_classes)
       self._has_label[named] = True
-      version = f'{version} {checksum}'
     self._rows = shards.labelled(self._files.splits, self._has_label)
     fields = tuple(x for x in self._labels.dtype.names or () if x != 'label')
     max_labels = (self._labels['label'] if fields else self._labels).shape[1]
@@ -311,7 +309,7 @@ class ParquetSource:
       max_labels=max_labels,
       label_fields=fields,
       annotators=annotators,
-      version=version,
+      version=f'{self._files.version} {zlib.crc32(self._labels.tobytes()):08x}',
     )
 
   @functools.cached_property

@@ -49,12 +49,17 @@ def decode(encoded: bytes, channels: int = 3) -> np.ndarray | None:
     return None
 
 
+def sampled(examples: Sequence) -> Sequence:
+  """Some of the examples, at equal distances."""
+  return examples[:: max(len(examples) // _SAMPLE, 1)]
+
+
 def typical_side(examples: Sequence, read: Callable[[Sequence], Iterable[bytes | None]]) -> float:
   """The median of the shorter sides of some images, in pixels; infinite if none can be read.
 
   `read` gives the encoded images of some of the examples, such as files or numbers of rows.
   """
-  images = map(decode, filter(None, read(examples[:: max(len(examples) // _SAMPLE, 1)])))
+  images = map(decode, filter(None, read(sampled(examples))))
   sides = [min(image.shape[:2]) for image in images if image is not None]
   return float(np.median(sides)) if sides else np.inf
 

@@ -32,7 +32,12 @@ STEPS = 5  # of a request without a number
 
 
 def request(model_dir: epath.PathLike, steps: int) -> None:
-  """Asks a run for a profile of its next steps; ValueError if there is a request already."""
+  """Asks a run for a profile of its next steps.
+
+  Raises:
+    ValueError: there is a request already, or a link leads out of the folder.
+  """
+  run_files.check_links(model_dir)
   path = epath.Path(model_dir) / REQUEST
   if path.exists():
     raise ValueError(f'{path} exists: a profile was requested already.')

@@ -8,7 +8,6 @@ import dataclasses
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -162,8 +161,8 @@ def _corrupt_names(folder: epath.Path) -> list[str]:
 
 
 def _finite(value: float | None) -> float | None:
-  """The value as it is if it is a finite float, or an integer that can be one; else None."""
-  return value if value is not None and -sys.float_info.max <= value <= sys.float_info.max else None
+  """The value as it is if it is in the range of a float32, as scalars of a run are; else None."""
+  return value if value is not None and abs(value) < 2.0**128 else None
 
 
 def _state(processes: Sequence[Facts], rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:

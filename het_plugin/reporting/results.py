@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from het_plugin.system import run_files
+from het_plugin.system.terminal import not_computed
 
 _GROUP_ROWS = 2**16  # of a Parquet file
 _LOOKED_AT = 2**16  # bytes at both ends of a file
@@ -28,7 +29,6 @@ _OUR_JSON = re.compile(
   rb'(nll|head|image|protocol|metric|rows|files|topology|state|scalars|gain)":'
 )
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'seqio', 'tensorflow', 'numpy')
-_COMPUTED = re.compile(r"['=+\-@\t\r\n＝＋－＠]")  # how a text begins that needs a ' in a CSV file
 
 
 def provenance(program: str) -> dict[str, Any]:
@@ -92,8 +92,7 @@ def written_here(flag: str, path: str | Path) -> bool:
 def write_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], path: str | Path) -> None:
   """Writes a line per row, below the names of the columns; makes the directory.
 
-  Spreadsheets compute a text that begins with =, +, - or @. Such a text gets a ' before it (OWASP,
-  "CSV Injection"), and so does one that begins with '. To read a text, take one ' away.
+  A text that a spreadsheet would compute gets a ' before it (`terminal.not_computed`).
   """
   with (
     run_files.replacing(path) as unfinished,
@@ -102,7 +101,9 @@ def write_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], path: s
     writer = csv.DictWriter(stream, columns, lineterminator='\n')
     writer.writeheader()
     for row in rows:
-      writer.writerow({name: _not_computed(x) for name, x in row.items()})
+      writer.writerow(
+        {name: not_computed(x) if isinstance(x, str) else x for name, x in row.items()}
+      )
 
 
 def write_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], path: str) -> None:
@@ -125,10 +126,6 @@ def write_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], path:
     if writer:
       writer.close()
   return None
-
-
-def _not_computed(value: Any) -> Any:
-  return f"'{value}" if isinstance(value, str) and _COMPUTED.match(value) else value
 
 
 def _json(value: Any, indent: str = '\n') -> Iterator[str]:

@@ -102,6 +102,7 @@ def replacing(path: epath.PathLike) -> Generator[epath.Path]:
     yield path
     return
   unfinished = path.with_name(f'.unfinished.{path.name}')
+  unfinished.unlink(missing_ok=True)  # it may be a link, of another person's folder
   try:
     yield unfinished
     unfinished.replace(path)

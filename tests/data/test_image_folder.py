@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from het_plugin import reporting
 from het_plugin.data import image_folder
 from het_plugin.data.image_folder import ImageFolderSource
 from het_plugin.data.preprocess import decode
@@ -54,8 +55,11 @@ def test_class_folders_are_split_once_and_for_all(tmp_path, image_files):
 
 def test_the_version_knows_names_and_labels(tmp_path, image_files):
   first, *_ = image_files.write(tmp_path / 'train' / 'ant', 3)
-  image_files.write(tmp_path / 'train' / 'cat', 3)
+  image_files.write(tmp_path / 'train' / 'cat', 3, seed=1)
   versions = [ImageFolderSource(str(tmp_path)).info.version]
+  for name, other in (('ant', 'bee'), ('cat', 'ant'), ('bee', 'cat')):  # the same names in both
+    (tmp_path / 'train' / name).rename(tmp_path / 'train' / other)
+  versions.append(ImageFolderSource(str(tmp_path)).info.version)
   first.rename(first.with_name('001_b.png'))
   versions.append(ImageFolderSource(str(tmp_path)).info.version)
   (tmp_path / 'labels.csv').write_text('file,label\ntrain/ant/001.png,cat\n')
@@ -63,7 +67,7 @@ def test_the_version_knows_names_and_labels(tmp_path, image_files):
   (tmp_path / 'train' / 'cat').rename(tmp_path / 'train' / 'dog')
   (tmp_path / 'labels.csv').write_text('file,label\ntrain/ant/001.png,dog\n')
   versions.append(ImageFolderSource(str(tmp_path)).info.version)
-  assert len(set(versions)) == 4 and all(x.startswith('6 files ') for x in versions)
+  assert len(set(versions)) == 5 and all(x.startswith('6 files ') for x in versions)
 
 
 def test_wrong_folders_are_named(tmp_path, image_files):
@@ -104,6 +108,22 @@ def test_what_is_no_regular_file_is_unreadable(tmp_path):
   (tmp_path / 'folder.jpg').mkdir()
   os.mkfifo(tmp_path / 'pipe.jpg')
   assert [image_folder.read_bytes(path) for path in tmp_path.iterdir()] == [None] * 3
+
+
+def test_a_table_written_for_spreadsheets_has_the_same_names(tmp_path, image_files):
+  for name in ("'=1", '=1'):
+    image_files.write(tmp_path / name, 2)
+  rows = [{'file': f'{name}/000.png', 'label': '=1'} for name in ("'=1", '=1')]
+  reporting.write_csv(['file', 'label'], rows, tmp_path / 'labels.csv')
+  source = ImageFolderSource(str(tmp_path))
+  assert source.info.class_names == ("'=1", '=1') and source.info.splits['train'] == 2
+  found = [
+    source.read(split, np.array([i]), 8, seed=0)[1]['label'][0, 0]
+    for split, number in source.info.splits.items()
+    for i in range(number)
+    if source.file(split, i).endswith('000.png')
+  ]
+  assert found == [1, 1]
 
 
 def test_labels_in_a_table(tmp_path, image_files):

@@ -228,6 +228,12 @@ def test_the_version_tells_other_labels_and_other_files(tmp_path):
   before = make(str(hub(tmp_path))).info.version
   assert make(str(hub(tmp_path))).info.version == before
   assert make(str(hub(tmp_path, num_rows=6))).info.version != before
+  path = tmp_path / 'labels.parquet'  # with the same footer
+  versions = set()
+  for labels in ([0, 1, 0, 1], [1, 0, 1, 0]):
+    write_parquet(path, {'image': image_struct([50, 51, 52, 53]), 'label': labels})
+    versions.add(make(str(path)).info.version)
+  assert len(versions) == 2
 
 
 def test_a_damaged_row_group_is_masked(tmp_path):

@@ -90,6 +90,14 @@ def test_a_port_for_profilers():
       pass
 
 
+def test_a_request_follows_no_link_out_of_the_folder(tmp_path):
+  (tmp_path / 'run').mkdir()
+  (tmp_path / 'run' / profiles.REQUEST).symlink_to('../other')
+  with pytest.raises(ValueError, match='profile_request is a link to'):
+    profiles.request(tmp_path / 'run', 5)
+  assert not (tmp_path / 'other').exists()
+
+
 def test_all_processes_trace_the_same_steps_and_another_request_follows(tmp_path, path):
   profiles.request(tmp_path, 5)
   with pytest.raises(ValueError, match='profile_request exists'):

@@ -97,7 +97,9 @@ def test_facts_of_other_types_are_no_facts(tmp_path, changes):
 
 
 @pytest.mark.parametrize(
-  'value', ['x', True, [], {}, float('nan'), float('inf'), 10**400, -(10**400), None], ids=str
+  'value',
+  ['x', True, [], {}, float('nan'), float('inf'), 1e308, 10**400, -(10**400), None],
+  ids=str,
 )
 def test_metrics_of_other_types_are_unknown(tmp_path, value):
   facts_of(tmp_path)

@@ -10,6 +10,7 @@ import numpy as np
 from het_plugin import reporting
 from het_plugin.reporting.columns import tables_of
 from het_plugin.reporting.text import text_table
+from het_plugin.system import terminal
 
 ROWS = [
   {
@@ -184,5 +185,5 @@ def test_a_spreadsheet_computes_nothing_and_a_reader_gets_the_text_back(tmp_path
   with path.open(newline='', encoding='utf-8') as file:
     read = list(csv.DictReader(file))
   assert all(row['text'][:1] not in [*'=+-@\t\r＝'] for row in read)
-  assert [row['text'].removeprefix("'") for row in read] == texts
+  assert [terminal.as_typed(row['text']) for row in read] == texts
   assert {row['number'] for row in read} == {'-1.5'}

@@ -190,6 +190,14 @@ def test_links_that_lead_out_of_the_folder_are_refused_before_anything_is_opened
   run_files.check_links(tmp_path / 'alias')
 
 
+def test_a_file_is_replaced_whatever_lies_where_it_is_begun(tmp_path):
+  (tmp_path / 'other').write_text('mine')
+  (tmp_path / '.unfinished.a.csv').symlink_to('other')
+  run_files.write_text(tmp_path / 'a.csv', 'new')
+  assert (tmp_path / 'a.csv').read_text() == 'new' and not (tmp_path / 'a.csv').is_symlink()
+  assert (tmp_path / 'other').read_text() == 'mine'
+
+
 def test_a_bucket_that_is_mounted_is_named(tmp_path):
   mounts = tmp_path / 'mounts'
   folder = tmp_path / 'my bucket'
