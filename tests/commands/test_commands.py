@@ -2,15 +2,19 @@
 
 import dataclasses
 import importlib
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 from absl import flags
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from het_plugin import __main__ as front
 from het_plugin.cli import command_line
@@ -160,16 +164,44 @@ from het_plugin.__main__ import main
 main()
 """
 
-WITH_PROBE_ONLY = """
-import sys
-for name in ('PIL', 'clu', 'cykooz', 'gin', 'grain', 'jinja2', 'matplotlib', 'seqio', 'tensorflow'):
-  sys.modules[name] = None
-import het_plugin.commands.probe
-"""
+
+def modules_beyond(extra):
+  """What is installed here but not by `pip install het_plugin[extra]`: names of modules."""
+  project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+  pending = [*project['dependencies'], *project['optional-dependencies'].get(extra, ())]
+  pending = [Requirement(text) for text in pending]
+  brought = {'het-plugin': {''}}  # package: its extras
+  while pending:
+    requirement = pending.pop()
+    package = canonicalize_name(requirement.name)
+    extras = {'', *requirement.extras} - brought.setdefault(package, set())
+    brought[package] |= extras
+    for needed in map(Requirement, importlib.metadata.requires(package) or ()):
+      if any(needed.marker is None or needed.marker.evaluate({'extra': x}) for x in extras):
+        pending.append(needed)
+  packages = importlib.metadata.packages_distributions()
+  return [name for name, of in packages.items() if not brought.keys() & map(canonicalize_name, of)]
 
 
-def test_estimators_need_the_extra_probe_only():
-  subprocess.run([sys.executable, '-c', WITH_PROBE_ONLY], cwd=ROOT, check=True)
+def run_with(extra, code, *arguments):
+  """Runs Python where imports fail of what an extra does not bring."""
+  start = f'import sys\nsys.modules |= dict.fromkeys({modules_beyond(extra)})\n'
+  command = [sys.executable, '-c', start + code, *arguments]
+  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert result.returncode == 0, result.stderr
+  return result.stdout
+
+
+@pytest.mark.parametrize(
+  ('extra', 'absent', 'code'),
+  [
+    (None, 'sklearn', 'import het_plugin.heads, het_plugin.backbones, het_plugin.nnx'),
+    ('probe', 'gin', 'import het_plugin.commands.probe'),
+  ],
+)
+def test_what_an_extra_brings_is_enough(extra, absent, code):
+  assert absent in modules_beyond(extra)
+  run_with(extra, code)
 
 
 @pytest.mark.parametrize('name', [None, *front.commands()])
@@ -211,9 +243,7 @@ def test_an_unsupported_version_is_one_sentence(name, version, tmp_path):
   assert result.stderr.count('\n') == 1
 
 
-WITHOUT_TENSORFLOW = """
-import sys
-sys.modules |= dict.fromkeys(('tensorflow', 'tensorflow_datasets', 'tensorflow_text', 'seqio'))
+TRAINING = """
 import numpy as np
 from het_plugin.data import tasks
 reader = tasks.get_task('glyph_names').reader(
@@ -233,11 +263,10 @@ command_line.run_command(train)
 
 
 @pytest.mark.slow
-def test_training_and_captions_need_no_tensorflow(tmp_path):
-  arguments = ['gin/runs/digits_smoke.gin', 'gin/heads/het_xl.gin']
-  command = [sys.executable, '-c', WITHOUT_TENSORFLOW, *(f'--gin_file={x}' for x in arguments)]
-  command += ['--gin.TRAIN_STEPS=3', '--gin.WARMUP_STEPS=0', f'--gin.MODEL_DIR="{tmp_path}"']
-  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-  assert result.returncode == 0, result.stderr
-  assert result.stdout.startswith("(2, 8)\ntfds:mnist needs TensorFlow Datasets: pip install 'het")
+def test_training_and_captions_need_the_extra_train_only(tmp_path):
+  assert {'tensorflow', 'tensorflow_datasets', 'seqio'} <= set(modules_beyond('train'))
+  arguments = ['--gin_file=gin/runs/digits_smoke.gin', '--gin_file=gin/heads/het_xl.gin']
+  arguments += ['--gin.TRAIN_STEPS=3', '--gin.WARMUP_STEPS=0', f'--gin.MODEL_DIR="{tmp_path}"']
+  said = run_with('train', TRAINING, *arguments)
+  assert said.startswith("(2, 8)\ntfds:mnist needs TensorFlow Datasets: pip install 'het")
   assert (tmp_path / 'checkpoint_3').is_dir()
