@@ -88,7 +88,8 @@ def write(args, root):
     shard = f'train-{first // SHARD:05}'
     write_parquet(root / 'parquet' / f'{shard}.parquet', images[part], labels[part])
     write_tar(root / 'webdataset' / f'{shard}.tar', first, images[part], labels[part])
-    write_records(root, shard, images[part], labels[part])
+    if {'tfrecord', 'array_record'} & set(args.formats):
+      write_records(root, shard, images[part], labels[part])
   for i, (image, label) in enumerate(zip(images, labels, strict=True)):
     path = root / 'image_folder' / 'train' / f'class_{label}' / f'{i:06}.jpg'
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,55 +6,25 @@ into the patch embedding, so that the tower takes images in [-1, 1] like all bac
 """
 
 import dataclasses
-import functools
-import json
-import logging
 import math
-import pathlib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 from etils import epath
 
-from het_plugin.weights import hub, pixels
-
-_log = logging.getLogger(__name__)
-_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-_HALF = ((0.5,) * 3, (0.5,) * 3)
+from het_plugin.weights import convolutional, renaming
+from het_plugin.weights.descriptions import described, read_config
+from het_plugin.weights.renaming import Params, Tower
 
 # The shapes do not give the number of attention heads: a head has 64 channels, except that towers
 # of these widths have 16 heads.
 _SIXTEEN_HEADS = {'image': (1152, 1280, 1408, 1664, 1792), 'SigLIP': (1152, 1536), 'text': (1152,)}
-
-_PREFIX = re.compile(
-  r'^(?:(?:model|vit|deit|beit|data2vec_vision|resnet|dinov2|dinov2_with_registers|dinov3|convnext|convnextv2|vision_model|visual|'
-  r'trunk|module|backbone|_orig_mod|teacher|student|image_encoder|vision_tower|base_model)\.)+'
-)
-_STRIPPED = (
-  'backbone.',
-  '_orig_mod.',
-  'teacher.',
-  'student.backbone.',
-  'image_encoder.',
-  'vision_tower.',
-  'base_model.model.',
-)
 _BLOCK = re.compile(
   r'(?:blocks|encoder\.layers?|layers?|transformer\.resblocks|model\.layer)\.(\d+)\.(.+)'
 )
-# Of a ConvNeXt: a block, and a layer between two stages.
-_STAGE_BLOCK = re.compile(r'(?:encoder\.)?stages\.(\d+)\.(?:blocks|layers)\.(\d+)\.(.+)')
-_STAGE_START = re.compile(r'(?:encoder\.)?stages\.(\d+)\.downsampl(?:e|ing_layer)\.([01])')
-
 _OPENAI_VOCABULARY = 49_408  # whose last id is the end
-# What vision_cfg may have: the rest is read, or told by shapes.
-_OPEN_CLIP_IMAGE = re.compile(
-  r'image_size|layers|width|head_width|mlp_ratio|patch_size|patch_dropout|no_ln_pre|'
-  r'pos_embed_type|final_ln_after_pool|pool_type|output_tokens'
-)
 # config.json's names and ours.
 _ACTIVATIONS = {
   'gelu': 'gelu_exact',
@@ -62,73 +32,13 @@ _ACTIVATIONS = {
   'gelu_pytorch_tanh': 'gelu',
   'silu': 'swiglu',
 }
-
-# A unit of a ResNet in timm and torchvision, and in transformers.
-_RESNET_UNIT = re.compile(
-  r'layer(?P<stage>\d+)\.(?P<unit>\d+)\.(?:(?:conv|bn)(?P<layer>\d)|downsample\.[01])'
-)
-_HF_RESNET_UNIT = re.compile(
-  r'encoder\.stages\.(?P<stage>\d+)\.layers\.(?P<unit>\d+)\.(?:layer\.(?P<layer>\d)|shortcut)\.'
-  r'(?:convolution|normalization)'
-)
-# timm's BiT.
-_BIT_UNIT = re.compile(
-  r'stages\.(?P<stage>\d+)\.blocks\.(?P<unit>\d+)\.(?P<layer>(?:conv|norm)\d|downsample\.conv)'
-)
-_BIT_OUTER = {'stem.conv': 'conv_root', 'norm': 'norm', 'head.fc': 'head'}
-_BATCH_NORM_EPSILON = 1e-5
-
-# timm's names of activations, and transformers'.
-_TIMM_ACTIVATIONS = {
-  'gelu': 'gelu',
-  'gelu_tanh': 'gelu_pytorch_tanh',
-  'quick_gelu': 'quick_gelu',
-  'silu': 'silu',
-  'relu': 'relu',  # of ResNets
-}
-# What timm's model_args may have beside what is read: shapes tell it, or training alone uses it.
-_TIMM_OF_SHAPES = re.compile(
-  r'(?:img_size|patch_size|embed_dim|depth|mlp_ratio|qkv_bias|qkv_fused|qk_norm|init_values|'
-  r'reg_tokens|num_reg_tokens|class_token|no_embed_class|pre_norm|use_pre_transformer_norm|'
-  r'fc_norm|use_fc_norm|in_chans|num_classes|dims|depths|layers|ls_init_value|conv_mlp|use_grn|'
-  r'swiglu_mlp|swiglu_align_to|weight_init|fix_init|head_init_scale|dynamic_img_size|'
-  r'dynamic_img_pad|strict_img_size|use_abs_pos_emb|use_rot_pos_emb|\w*_rate|'
-  r'rope_(?:shift|jitter|rescale)_coords|scale_mlp|scale_attn_inner|attn_type|'
-  r'attn_pool_mlp_ratio|use_post_transformer_norm|use_(?:shared_)?rel_pos_bias)'
-)
-_TIMM_READ = (
-  'num_heads',
-  'act_layer',
-  'global_pool',
-  'pool_include_prefix',
-  'attn_pool_num_heads',
-  'ref_feat_shape',
-  'rope_grid_indexing',
-  'rope_grid_offset',
-  'rope_temperature',
-)
-# Settings of transformers with the one value that the towers here have.
-_FIXED = {'pooler_act': 'tanh', 'apply_layernorm': True, 'use_qk_norm': False}
-
 # Of a last normalisation after the pooling, and of towers that may have none.
 _POOLED_NORM = r'fc_norm\.weight|pooler\.layernorm\.weight'
 _SCALED_BEIT = r'lambda_1|\.ls1(?: |$)'
 
-# Arrays of a tower that are not used.
-_SKIPPED = re.compile(
-  r'(?:.*\.)?(?:mask_token|position_ids|relative_position_index|logit_scale|logit_bias|rope\w*\..*|'
-  r'(?:head_dist|distillation_classifier)\.(?:weight|bias))'
-)
-
-
-def _table(text: str) -> dict[str, str]:
-  """{their name: ours} from lines of ours and theirs."""
-  rows = (line.split() for line in text.strip().splitlines())
-  return {name: ours for ours, *theirs in rows for name in theirs}
-
 
 # Ours, and theirs without the prefix and '.weight' or '.bias', outside and inside blocks.
-_OUTER = _table("""
+_OUTER = renaming.table("""
 class_token            cls_token embeddings.cls_token class_embedding embeddings.class_embedding
 position_embedding     pos_embed positional_embedding
 position_embedding     embeddings.position_embeddings embeddings.position_embedding
@@ -157,7 +67,9 @@ pooling/mlp/wi         head.mlp.fc1 attn_pool.mlp.fc1
 pooling/mlp/wo         head.mlp.fc2 attn_pool.mlp.fc2
 head                   head classifier cls_classifier
 """)
-_INNER = _table("""
+
+
+_INNER = renaming.table("""
 attention_norm        norm1 layernorm_before layer_norm1 ln_1 rms_norm1 norm_1
 attention/qkv         attn.qkv attn.in_proj_weight attn.in_proj_bias
 attention/query       attention.attention.query self_attn.q_proj attention.q_proj
@@ -183,61 +95,14 @@ mlp/gate_and_wi       mlp.weights_in
 mlp/wo                mlp.fc2 mlp.c_proj mlp.down_proj mlp.weights_out output.dense ffn.down_proj
 mlp_scale             ls2.gamma layer_scale2.lambda1 gamma_2 lambda_2 ls2
 """)
-_CONVNEXT_OUTER = _table("""
-stem       stem.0 embeddings.patch_embeddings
-stem_norm  stem.1 embeddings.layernorm
-norm       head.norm layernorm
-head       head.fc classifier
-""")
-_CONVNEXT_INNER = _table("""
-depthwise    conv_dw dwconv
-norm         norm layernorm
-wi           mlp.fc1 pwconv1
-response     mlp.grn grn
-wo           mlp.fc2 pwconv2
-layer_scale  gamma layer_scale_parameter
-""")
 # Outside the blocks of text towers.
-_TEXT_OUTER = _table("""
+_TEXT_OUTER = renaming.table("""
 embedding           token_embedding embeddings.token_embedding
 position_embedding  positional_embedding embeddings.position_embedding
 encoder_norm        ln_final final_layer_norm
 text_projection     text_projection head
 """)
 _TEXT_ROOT = re.compile(r'^(?:text_model|text)\.')
-
-
-class _Params(dict[str, np.ndarray]):
-  """Parameters by our names; asking for one that the file lacks is a ValueError."""
-
-  def __missing__(self, name: str) -> np.ndarray:
-    raise ValueError(f'the file lacks {name} of its tower: is it one of several files?')
-
-
-@dataclasses.dataclass(frozen=True)
-class Tower:
-  """An image tower of another project."""
-
-  settings: Mapping[str, Any]  # fields of `backbones.ViT`, `ConvNeXt` or `ResNet`
-  params: Mapping[str, np.ndarray]  # float32, by our name: 'backbone/block00/mlp/wi/kernel'
-  image_size: int  # side in pixels of the images that the project gives to it
-  skipped: tuple[str, ...]  # names in the file that the tower does not use, such as a text tower
-  backbone: str = 'vit'  # or 'convnext' or 'resnet'
-  pixels: Mapping[str, Any] | None = None  # fields of `data.preprocess.ResizeAndCrop`, and others
-
-  def bindings(self) -> list[str]:
-    """Gin bindings of backbone, image size, and how photographs become images of this size."""
-    settings = [f'{self.backbone}.{name} = {value!r}' for name, value in self.settings.items()]
-    found = [f'BACKBONE = @{self.backbone}()', f'IMAGE_SIZE = {self.image_size}', *settings]
-    if self.pixels is None:
-      return found
-    made = {name: self.pixels[name] for name in pixels.FIELDS if name in self.pixels}
-    shown = {'size': self.image_size, **made}
-    shown |= {name: self.pixels[name] for name in ('image_mean', 'image_std')}
-    texts = (f'{name}={value!r}' for name, value in shown.items())
-    _log.info('Pixels as in %s: %s', self.pixels['file'], ', '.join(texts))
-    found += [f'ResizeAndCrop.{name} = {value!r}' for name, value in made.items()]
-    return [*found, 'DatasetConfig.resize = @ResizeAndCrop()']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +129,7 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
   config = config.get('text_config') or {}
   if 'unread' in config:
     raise ValueError(config['unread'])
-  flat = _Params()
+  flat = Params()
   for name, x in arrays.items():
     if name.startswith(('visual.', 'vision_model.', 'visual_projection')):
       continue
@@ -272,7 +137,7 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
     if ours in ('embedding', 'position_embedding'):
       flat[ours] = np.asarray(x, np.float32)
     elif ours is not None:
-      flat |= _converted(ours, kind, x, transpose=not name.endswith('text_projection'))
+      flat |= renaming.converted(ours, kind, x, transpose=not name.endswith('text_projection'))
   if 'embedding' not in flat or 'text_projection/kernel' not in flat:
     raise ValueError('the file has no text tower of CLIP or SigLIP')
   table = flat.pop('embedding')  # [V, D]
@@ -298,7 +163,7 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
     'causal': not is_siglip,
     'reads_padding': is_siglip,
   }
-  params = _placed(flat, 'text_tower', 'text_projection/')
+  params = renaming.placed(flat, 'text_tower', 'text_projection/')
   scale = float(np.exp(np.asarray(arrays.get('logit_scale', 0.0), np.float64)).reshape(()))
   return TextTower(settings, params, len(flat['position_embedding']), scale)
 
@@ -321,9 +186,9 @@ def _end_of(config: Mapping[str, Any], tokenizer_end: int | None, vocab_size: in
 
 def is_tower(names: Collection[str]) -> bool:
   """Whether the arrays have the names of timm, transformers or open_clip."""
-  stems = ((name, _stem(_PREFIX.sub('', name), _OUTER)[0]) for name in names)
+  stems = ((name, _stem(renaming.PREFIX.sub('', name), _OUTER)[0]) for name in names)
   is_vit = any(stem == 'embedding' and 'embedding/' not in name for name, stem in stems)
-  return is_vit or any(test(names) for test in (_is_convnext, _is_resnet, _is_bit))
+  return is_vit or convolutional.reader_of(names) is not None
 
 
 def antialiases(names: Collection[str]) -> bool:
@@ -337,184 +202,12 @@ def antialiases(names: Collection[str]) -> bool:
 def not_recognised(names: Collection[str]) -> str:
   """A sentence on a file with arrays of these names, in which no tower was recognised."""
   some = ', '.join(sorted(names)[:3])
+  prefixes = ', '.join(f'{holder}.' for holder in renaming.HOLDERS)
   return (
     f'no tower was recognised among its {len(names)} arrays, such as {some}. Read are the families '
-    f'of docs/backbones.md, also with a prefix such as {", ".join(_STRIPPED)}; for another model '
-    'name a gin file of it with --gin_file'
+    f'of docs/backbones.md, also with a prefix such as {prefixes}; for another model name a gin '
+    'file of it with --gin_file'
   )
-
-
-def _is_convnext(names: Collection[str]) -> bool:
-  found = {_convnext_stem(_PREFIX.sub('', name))[0] for name in names}
-  return {'stem', 'stage1_block01/wi'} <= found
-
-
-def _is_resnet(names: Collection[str]) -> bool:
-  found = {_PREFIX.sub('', name) for name in names}
-  return {'layer1.0.conv1.weight', 'layer1.0.bn1.weight', 'conv1.weight'} <= found or (
-    'embedder.embedder.convolution.weight' in found
-  )
-
-
-def _is_bit(names: Collection[str]) -> bool:
-  found = {_PREFIX.sub('', name) for name in names}
-  return {'stem.conv.weight', 'stages.0.blocks.0.conv1.weight', 'norm.weight'} <= found
-
-
-def read_config(path: epath.PathLike) -> dict[str, Any]:
-  """Settings from the descriptions beside a file: config.json, preprocessor_config.json,
-  processor_config.json (transformers 5), open_clip_config.json and the tokenizer's.
-
-  Raises:
-    ValueError: a description is no JSON object, or says what cannot be read.
-  """
-  file = epath.Path(hub.local(path))
-  folder = file.parent
-  names = (pixels.OPEN_CLIP, pixels.CONFIG, pixels.PREPROCESSOR, pixels.PROCESSOR)
-  described = {name: found for name in names if (found := _json(folder / name)) is not None}
-  read: dict[str, Any] = {}
-  for name, settings in described.items():
-    if name == pixels.OPEN_CLIP:
-      settings = _of_open_clip(settings)
-    elif name == pixels.PROCESSOR:
-      settings = settings.get('image_processor', {})
-    read |= settings
-  if (end := _tokenizer_end(folder)) is not None:
-    read['tokenizer_end'] = end
-  if 'quantization_config' in read:
-    raise ValueError(
-      f'{folder / "config.json"} has a quantization_config: take the file of the same model that '
-      'is not quantised'
-    )
-  if 'peft_type' in read or (folder / 'adapter_config.json').exists():
-    raise ValueError(
-      f'{path} is an adapter (LoRA): merge it into its base model, and save that as a whole'
-    )
-  read = {**read, **read.pop('vision_config', {}), **read.pop('pretrained_cfg', {})}
-  made = pixels.read(described, file.name.startswith('open_clip'))
-  if made is None:
-    return read
-  return {**read, 'pixels': made, **{name: made[name] for name in ('image_mean', 'image_std')}}
-
-
-def _json(file: epath.Path) -> dict[str, Any] | None:
-  """A JSON object of a file; None if there is no file."""
-  if not file.exists():
-    return None
-  try:
-    settings = json.loads(file.read_text())
-  except ValueError as error:
-    raise ValueError(f'{file} cannot be read: {error}') from error
-  if not isinstance(settings, dict):
-    raise ValueError(f'{file} must hold a JSON object, not {str(settings)[:40]}')
-  return settings
-
-
-def _tokenizer_end(folder: epath.Path) -> int | None:
-  """The id of the end-of-sequence that the tokenizer beside a file names; None if none does."""
-  token = (_json(folder / 'tokenizer_config.json') or {}).get('eos_token')
-  token = token.get('content') if isinstance(token, dict) else token
-  if token is None or (tokenizer := _json(folder / 'tokenizer.json')) is None:
-    return None
-  added = {x.get('content'): x.get('id') for x in tokenizer.get('added_tokens', [])}
-  vocabulary = tokenizer.get('model', {}).get('vocab', {})
-  return added.get(token, vocabulary.get(token) if isinstance(vocabulary, dict) else None)
-
-
-@functools.cache
-def _architectures() -> dict[str, dict[str, Any]]:
-  """{architecture of timm: its settings}; `tests/weights/timm_architectures.py` writes them."""
-  table = json.loads((pathlib.Path(__file__).parent / 'timm_architectures.json').read_text())
-  return {
-    name: {**row['settings'], 'num_heads': heads}
-    for row in table['rows']
-    for name, heads in row['num_heads'].items()
-  }
-
-
-def _of_timm(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The settings of a file of timm under the names of transformers."""
-  architecture = config['architecture'].partition('.')[0]
-  row = _architectures().get(architecture)
-  if row is None:
-    raise ValueError(
-      f'architecture={architecture!r} in config.json is none of the ViTs, Evas, ConvNeXts and '
-      'ResNets of timm that can be read; docs/backbones.md lists the families'
-    )
-  if 'unread' in row:
-    raise ValueError(f'architecture={architecture!r} in config.json has {row["unread"]}')
-  arguments = config.get('model_args') or {}
-  for name, value in arguments.items():
-    if name not in _TIMM_READ and not _TIMM_OF_SHAPES.fullmatch(name) and row.get(name) != value:
-      raise ValueError(f'model_args has {name}={value!r} in config.json, which cannot be read')
-  row = row | {name: arguments[name] for name in _TIMM_READ if name in arguments}
-  stated = config.get('global_pool')
-  if stated is not None and 'global_pool' not in arguments and stated != row['global_pool']:
-    raise ValueError(
-      f'global_pool={stated!r} in config.json, but timm makes {architecture} with '
-      f'{row["global_pool"]!r}: write the one that was meant into its model_args'
-    )
-  activation = row['act_layer'] or 'gelu'
-  if activation not in _TIMM_ACTIVATIONS:
-    raise ValueError(
-      f'act_layer={activation!r} in config.json must be one of {", ".join(_TIMM_ACTIVATIONS)}'
-    )
-  return {
-    'num_attention_heads': row['num_heads'],
-    'hidden_act': _TIMM_ACTIVATIONS[activation],
-    'layer_norm_eps': row.get('epsilon'),
-    'global_pool': row['global_pool'],
-    'pool_include_prefix': row.get('pool_include_prefix', False),
-    'norm': row.get('norm', 'layer_norm'),
-    'last_epsilon': row.get('last_epsilon', row.get('epsilon')),
-    'pool_heads': row.get('attn_pool_num_heads'),
-    'rope_theta': row.get('rope_temperature'),
-    'rope_grid': row.get('ref_feat_shape'),
-    'rope_offset': row.get('rope_grid_offset'),
-    'rope_type': row.get('rope_type'),
-    'rope_axes': row.get('rope_grid_indexing'),
-  }
-
-
-def _of_open_clip(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """The settings of open_clip under the names of transformers, or of timm for its towers."""
-  model = settings['model_cfg']
-  image = model['vision_cfg']
-  text = model.get('text_cfg', {})
-  activation = 'quick_gelu' if model.get('quick_gelu') else 'gelu'
-  read: dict[str, Any] = {}
-  if name := image.get('timm_model_name'):
-    read = {'architecture': name, 'projects': not image.get('timm_proj')}
-    if pool := image.get('timm_pool'):
-      read['model_args'] = {'global_pool': pool}
-  elif 'width' in image:  # not a ResNet
-    for name in image:
-      if image[name] and not _OPEN_CLIP_IMAGE.fullmatch(name):
-        raise ValueError(f'{name}={image[name]!r} in {pixels.OPEN_CLIP} cannot be read')
-    pool = image.get('pool_type', 'tok')
-    if pool not in ('tok', 'avg'):
-      raise ValueError(f"pool_type={pool!r} in {pixels.OPEN_CLIP} must be 'tok' or 'avg'")
-    read = {
-      'num_attention_heads': image['width'] // image.get('head_width', 64),
-      'hidden_act': activation,
-      'layer_norm_eps': 1e-5,
-      'global_pool': {'tok': 'token', 'avg': 'avg'}[pool],
-      'pools_first': bool(image.get('final_ln_after_pool')),
-    }
-  form = (
-    text.get('pool_type', 'argmax'),
-    text.get('no_causal_mask', False),
-    text.get('proj_bias', False),
-  )
-  of_text = {
-    'num_attention_heads': text.get('heads'),
-    'hidden_act': activation if form[0] == 'argmax' else None,
-  }
-  if 'hf_model_name' in text or form not in (('argmax', False, False), ('last', True, True)):
-    of_text['unread'] = (
-      f'the text tower pools by {form[0]}, or is one of transformers, unlike CLIP and SigLIP'
-    )
-  return {**read, 'text_config': of_text}
 
 
 def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Tower:
@@ -523,13 +216,9 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   Raises:
     ValueError: layers that the backbone does not have, or a setting that it cannot have.
   """
-  config = _described(config)
-  if _is_convnext(arrays):
-    return _read_convnext(arrays, config)
-  if _is_resnet(arrays):
-    return _read_resnet(arrays, config)
-  if _is_bit(arrays):
-    return _read_bit(arrays, config)
+  config = described(config)
+  if (read := convolutional.reader_of(arrays)) is not None:
+    return read(arrays, config)
   _check_files(arrays)
   names = ' '.join(arrays)
   if '.mlp.fc3.' in names:  # AIMv2, whose first layer is the gate
@@ -539,7 +228,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
       'the file is of EVA-02 or alike, whose rotary positions no array tells: put its config.json '
       'beside it'
     )
-  flat, skipped = _renamed(arrays, 'ViT', lambda name: _stem(name, _OUTER))
+  flat, skipped = renaming.renamed(arrays, 'ViT', lambda name: _stem(name, _OUTER))
   kernel = flat['embedding/kernel']  # [P, P, C, D]
   patch_size = kernel.shape[0]
   width = kernel.shape[-1]
@@ -549,8 +238,14 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   is_relative = 'relative_position' in flat or 'block00/attention/relative_position' in flat
   is_rotary = 'position_embedding' not in flat and not is_relative
 
-  defaults = _CLIP if is_clip else _IMAGENET if is_dino or 'distillation' in flat else _HALF
-  _normalise_pixels(flat, 'embedding', config, defaults)
+  defaults = (
+    renaming.CLIP
+    if is_clip
+    else renaming.IMAGENET
+    if is_dino or 'distillation' in flat
+    else renaming.HALF
+  )
+  renaming.normalise_pixels(flat, 'embedding', config, defaults)
 
   pooling, skipped = _pooling(flat, config, names, skipped)
   if 'distillation' in flat:  # DeiT's second token, which has a position
@@ -626,22 +321,9 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
       f'the images of {made["file"]} have {made["size"]} pixels a side, which must be a multiple '
       f'of the {patch_size} pixels of a patch'
     )
-  return Tower(settings, _placed(flat), _image_size(config, image_size), skipped, pixels=made)
-
-
-def _described(config: Mapping[str, Any]) -> Mapping[str, Any]:
-  """The configuration with timm's settings under the names of transformers."""
-  for name, value in _FIXED.items():
-    if config.get(name, value) != value:
-      raise ValueError(f'{name}={config[name]!r} in config.json must be {value!r}')
-  if 'architecture' in config and 'num_attention_heads' not in config:
-    return {**config, **_of_timm(config)}
-  if not config:
-    _log.warning(
-      'There is no config.json beside the file: attention heads, activation, pooling, epsilon and '
-      'pixel normalisation are the usual ones of its project.'
-    )
-  return config
+  return Tower(
+    settings, renaming.placed(flat), renaming.image_size(config, image_size), skipped, pixels=made
+  )
 
 
 def _interleaved_rope(
@@ -807,263 +489,15 @@ def _block_settings(
   }
 
 
-def _read_convnext(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Tower:
-  flat, skipped = _renamed(arrays, 'ConvNeXt', _convnext_stem)
-  _normalise_pixels(flat, 'stem', config, _IMAGENET)
-  blocks = [name for name in flat if name.endswith('/wo/kernel')]
-  stages = sorted({name.partition('_')[0] for name in blocks})
-  settings = {
-    'depths': tuple(sum(name.startswith(f'{stage}_') for name in blocks) for stage in stages),
-    'width': flat['stem/kernel'].shape[-1],
-    'version': 'v1' if 'stage1_block01/layer_scale' in flat else 'v2',
-  }
-  if config.get('hidden_act', 'gelu') != 'gelu':
-    raise ValueError(f"hidden_act={config['hidden_act']!r} in config.json must be 'gelu'")
-  if config.get('global_pool', 'avg') != 'avg':
-    raise ValueError(f"global_pool={config['global_pool']!r} in config.json must be 'avg'")
-  # transformers' configuration is of the last normalisation alone; the others have 1e-6.
-  is_timm = 'last_epsilon' in config
-  if is_timm and config['layer_norm_eps'] != 1e-6:
-    settings['norm_epsilon'] = config['layer_norm_eps']
-  last = config.get('last_epsilon') or config.get('layer_norm_eps')
-  if last is not None and last != settings.get('norm_epsilon', 1e-6):
-    settings['last_epsilon'] = last
-  image_size = _image_size(config)
-  return Tower(settings, _placed(flat), image_size, skipped, 'convnext', config.get('pixels'))
-
-
-def _read_resnet(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Tower:
-  """A ResNet of timm, torchvision or transformers; batch normalisation goes into convolutions."""
-  layers: dict[str, dict[str, np.ndarray]] = {}
-  unknown = []
-  for name, x in arrays.items():
-    layer, _, part = _PREFIX.sub('', name).rpartition('.')
-    kind = 'kernel' if part == 'weight' and x.ndim == 4 else part
-    if layer in ('conv1', 'bn1') or layer.startswith('embedder.embedder.'):
-      ours = 'conv_root'
-    elif layer in ('fc', 'classifier.1'):
-      ours = 'head'
-    elif unit := _RESNET_UNIT.fullmatch(layer):
-      number = unit['layer'] or '_proj'
-      ours = f'stage{unit["stage"]}_unit{int(unit["unit"]) + 1:02d}/conv{number}'
-    elif unit := _HF_RESNET_UNIT.fullmatch(layer):
-      number = '_proj' if unit['layer'] is None else int(unit['layer']) + 1
-      ours = f'stage{int(unit["stage"]) + 1}_unit{int(unit["unit"]) + 1:02d}/conv{number}'
-    else:
-      unknown.append(name)
-      continue
-    layers.setdefault(ours, {})[kind] = np.asarray(x, np.float32)
-  _check_resnet(unknown, config)
-  flat = _Params()
-  for ours, parts in layers.items():
-    if ours == 'head':
-      flat |= {'head/kernel': parts['weight'].T, 'head/bias': parts['bias']}
-      continue
-    if missing := {'kernel', 'weight', 'bias', 'running_mean', 'running_var'} - parts.keys():
-      raise ValueError(f'the file lacks {min(missing)} of its layer {ours}')
-    scale = parts['weight'] / np.sqrt(parts['running_var'] + _BATCH_NORM_EPSILON)
-    flat[f'{ours}/kernel'] = parts['kernel'].transpose(2, 3, 1, 0) * scale
-    flat[f'{ours}/bias'] = parts['bias'] - parts['running_mean'] * scale
-  mean = np.asarray(config.get('image_mean') or config.get('mean') or _IMAGENET[0])
-  std = np.asarray(config.get('image_std') or config.get('std') or _IMAGENET[1])
-  flat['conv_root/kernel'] *= 0.5 / std[:, None]
-  is_basic = 'stage1_unit01/conv3/kernel' not in flat
-  settings = {
-    **_resnet_stages(flat),
-    'version': 'v1.5',
-    'norm': 'folded',
-    'block': 'basic' if is_basic else 'bottleneck',
-    'image_mean': tuple((2 * mean - 1).tolist()),
-  }
-  return Tower(settings, _placed(flat), _image_size(config), (), 'resnet', config.get('pixels'))
-
-
-def _read_bit(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Tower:
-  """A ResNet of Big Transfer in timm, whose kernels are standardised."""
-  flat = _Params()
-  unknown = []
-  for name, x in arrays.items():
-    layer, _, part = _PREFIX.sub('', name).rpartition('.')
-    if unit := _BIT_UNIT.fullmatch(layer):
-      inner = unit['layer'].replace('downsample.conv', 'conv_proj')
-      ours = f'stage{int(unit["stage"]) + 1}_unit{int(unit["unit"]) + 1:02d}/{inner}'
-    elif layer in _BIT_OUTER:
-      ours = _BIT_OUTER[layer]
-    else:
-      unknown.append(name)
-      continue
-    x = np.asarray(x, np.float32)
-    if ours == 'head':
-      flat[f'head/{"bias" if part == "bias" else "kernel"}'] = x.reshape(len(x), -1).T.squeeze()
-    elif x.ndim == 4:
-      flat[f'{ours}/kernel'] = x.transpose(2, 3, 1, 0)
-    else:
-      flat[f'{ours}/{"scale" if part == "weight" else part}'] = x
-  _check_resnet(unknown, config)
-  for name in ('image_mean', 'image_std'):
-    value = config.get(name) or config.get(name.removeprefix('image_')) or _HALF[0]
-    if tuple(value) != _HALF[0]:
-      raise ValueError(f'{name}={value} must be 0.5: the kernels of the file are standardised')
-  settings = {**_resnet_stages(flat), 'version': 'v2', 'kernel_epsilon': 1e-8}
-  return Tower(settings, _placed(flat), _image_size(config), (), 'resnet', config.get('pixels'))
-
-
-def _check_resnet(unknown: Sequence[str], config: Mapping[str, Any]) -> None:
-  if unknown:
-    some = ', '.join(unknown[:5])
-    raise ValueError(f'{len(unknown)} layers have no place in a ResNet, such as {some}')
-  for name, only in {'hidden_act': 'relu', 'global_pool': 'avg'}.items():
-    if config.get(name, only) != only:
-      raise ValueError(f'{name}={config[name]!r} in config.json must be {only!r}')
-  for name in ('downsample_in_first_stage', 'downsample_in_bottleneck'):
-    if config.get(name):
-      raise ValueError(f'{name}=True in config.json must be False')
-
-
-def _resnet_stages(flat: Mapping[str, np.ndarray]) -> dict[str, Any]:
-  """Numbers of units and the width; an error where the widths are not those of our ResNet."""
-  units = [name.partition('/')[0] for name in flat if name.endswith('/conv1/kernel')]
-  stages = sorted({unit.partition('_')[0] for unit in units})
-  width = flat['conv_root/kernel'].shape[-1]
-  for name in units:
-    inner = width * 2 ** (int(name[5]) - 1)
-    kernel = flat[f'{name}/conv2/kernel']
-    if kernel.shape != (3, 3, inner, inner):
-      raise ValueError(
-        f'the second convolution of {name} has the shape {kernel.shape}, and a plain ResNet '
-        f'{(3, 3, inner, inner)}: groups and other widths cannot be read'
-      )
-  return {
-    'stages': tuple(sum(x.startswith(f'{y}_') for x in units) for y in stages),
-    'width': width,
-  }
-
-
-def _normalise_pixels(
-  flat: dict[str, np.ndarray],
-  layer: str,
-  config: Mapping[str, Any],
-  defaults: tuple[Sequence[float], Sequence[float]],
-) -> None:
-  """Puts the file's normalisation of x' = (x + 1) / 2 into a layer of patches; x is in [-1, 1]."""
-  mean = np.asarray(config.get('image_mean') or config.get('mean') or defaults[0])
-  std = np.asarray(config.get('image_std') or config.get('std') or defaults[1])
-  kernel = flat[f'{layer}/kernel']  # [P, P, C, D]
-  if not kernel.shape[2] == len(mean) == len(std):
-    raise ValueError(
-      f'the patches of the file have {kernel.shape[2]} channels, and its image_mean and image_std '
-      f'{len(mean)} and {len(std)}'
-    )
-  bias = flat.get(f'{layer}/bias', np.zeros(kernel.shape[-1]))
-  flat[f'{layer}/bias'] = bias + np.einsum('pqcd,c->d', kernel, (0.5 - mean) / std)
-  flat[f'{layer}/kernel'] = kernel * (0.5 / std)[:, None]
-
-
-def _image_size(config: Mapping[str, Any], of_positions: int | None = None) -> int:
-  made = (config.get('pixels') or {}).get('size')
-  stated = (config.get('image_size'), (config.get('input_size') or [None])[-1])
-  sizes = (made, of_positions, *stated, 224)
-  found = next(size for size in sizes if size)
-  return int(found if isinstance(found, int) else found[0])
-
-
-def _placed(
-  flat: dict[str, np.ndarray], tower: str = 'backbone', outside: str = 'head/'
-) -> dict[str, np.ndarray]:
-  """Parameters by our names in a model with this tower."""
-  return {
-    name if name.startswith(outside) else f'{tower}/{name}': np.asarray(x, np.float32)
-    for name, x in flat.items()
-  }
-
-
 def tower_bindings(path: epath.PathLike, arrays: Mapping[str, np.ndarray]) -> list[str]:
   """Gin bindings of backbone and image size for the tower in a file; none if there is no tower."""
   return read_tower(arrays, read_config(path)).bindings() if is_tower(arrays) else []
 
 
-def _layer_and_kind(name: str) -> tuple[str, str]:
-  """Their name of a layer, and 'weight' or 'bias'."""
-  layer, _, kind = name.rpartition('.')
-  if kind in ('weight', 'bias'):
-    return layer, kind
-  return name, 'bias' if kind.endswith('_bias') else 'weight'
-
-
 def _stem(name: str, outer: Mapping[str, str]) -> tuple[str | None, str]:
   """Our name of a layer, None if it is unknown, and 'weight' or 'bias'."""
-  name, kind = _layer_and_kind(name)
+  name, kind = renaming.layer_and_kind(name)
   if block := _BLOCK.fullmatch(name):
     inner = _INNER.get(block[2])
     return inner and f'block{int(block[1]):02d}/{inner}', kind
   return outer.get(name), kind
-
-
-def _convnext_stem(name: str) -> tuple[str | None, str]:
-  """Our name of a layer of a ConvNeXt, None if it is unknown, and 'weight' or 'bias'."""
-  name, kind = _layer_and_kind(name)
-  if block := _STAGE_BLOCK.fullmatch(name):
-    inner = _CONVNEXT_INNER.get(block[3])
-    root = f'stage{int(block[1]) + 1}_block{int(block[2]) + 1:02d}'
-    return root if inner == 'depthwise' else inner and f'{root}/{inner}', kind
-  if start := _STAGE_START.fullmatch(name):
-    return f'stage{int(start[1]) + 1}_{("norm", "patches")[int(start[2])]}', kind
-  return _CONVNEXT_OUTER.get(name), kind
-
-
-def _renamed(
-  arrays: Mapping[str, np.ndarray], backbone: str, stem: Callable[[str], tuple[str | None, str]]
-) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-  """Parameters by our names without 'backbone/', and the names that the tower does not use."""
-  roots = [root for root in ('visual.', 'vision_model.') if any(root in name for name in arrays)]
-  flat = _Params()
-  skipped = []
-  unknown = []
-  for name, x in arrays.items():
-    if roots and not any(part in name for part in (roots[0], 'visual_projection', 'classifier.')):
-      skipped.append(name)  # belongs to the text tower
-      continue
-    ours, kind = stem(_PREFIX.sub('', name))
-    if ours is not None:
-      parts = _converted(ours, kind, x, transpose=not name.endswith('proj'))
-      if twice := parts.keys() & flat.keys():
-        raise ValueError(f'{name} is the second layer of the file for {min(twice)}')
-      flat |= parts
-    else:
-      (skipped if _SKIPPED.fullmatch(name) else unknown).append(name)
-  if unknown:
-    some = ', '.join(unknown[:5])
-    raise ValueError(f'{len(unknown)} layers have no place in a {backbone}, such as {some}')
-  return flat, tuple(sorted(skipped))
-
-
-def _converted(ours: str, kind: str, x: np.ndarray, transpose: bool) -> dict[str, np.ndarray]:
-  """One array of theirs as our parameters, by name."""
-  x = np.asarray(x, np.float32)
-  layer = ours.rpartition('/')[2]
-  if layer in ('class_token', 'probe'):
-    return {ours: x.reshape(-1)}
-  if layer in ('position_embedding', 'registers', 'distillation'):
-    return {ours: x.reshape(-1, x.shape[-1])}
-  if layer in ('attention_scale', 'mlp_scale', 'layer_scale', 'relative_position'):
-    return {ours: x}
-  if layer == 'response':
-    return {f'{ours}_{"scale" if kind == "weight" else "bias"}': x.reshape(-1)}
-  if layer.endswith('norm'):
-    return {f'{ours}/{"scale" if kind == "weight" else "bias"}': x}
-  if layer in ('wi', 'wo') and x.shape[2:] == (1, 1):  # timm's 1 x 1 convolutions
-    x = x.reshape(x.shape[:2])
-  if kind == 'weight' and transpose:
-    x = x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T
-  if kind == 'weight' and layer == 'embedding' and x.ndim == 2:  # SigLIP 2 NaFlex: rows of patches
-    side = math.isqrt(len(x) // 3)
-    x = x.reshape(side, side, 3, -1)
-  parts = {
-    'qkv': ('query', 'key', 'value'),
-    'kv': ('key', 'value'),
-    'gate_and_wi': ('wi_gate', 'wi'),
-  }.get(layer, (layer,))
-  root = ours.removesuffix(layer)
-  kind = 'kernel' if kind == 'weight' else 'bias'
-  pieces = np.split(x, len(parts), axis=-1)
-  return {f'{root}{part}/{kind}': piece for part, piece in zip(parts, pieces, strict=True)}

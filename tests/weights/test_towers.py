@@ -14,34 +14,34 @@ from het_plugin import runs, weights
 from het_plugin.backbones import ConvNeXt, ResNet, TextTransformer, ViT, transformer
 from het_plugin.backbones.vit import rotary_2d
 from het_plugin.commands import fewshot, zeroshot
-from het_plugin.weights import towers, transfer
+from het_plugin.weights import descriptions, renaming, towers, transfer
 
 SIZES = {'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
 SIZES |= {'intermediate_size': 48, 'image_size': 28, 'patch_size': 7}
 NO_MLP = {k: v for k, v in SIZES.items() if k != 'intermediate_size'} | {'mlp_ratio': 2}
 # Model, its settings, and its representation of an image.
 TRANSFORMERS = {
-  'ViT': (SIZES, 'pooler_output', towers._HALF),
-  'DeiT': (SIZES, 'last_hidden_state', towers._IMAGENET),
-  'Dinov2': ({**NO_MLP, 'use_swiglu_ffn': True}, 'pooler_output', towers._IMAGENET),
-  'Dinov2WithRegisters': (NO_MLP, 'pooler_output', towers._IMAGENET),
+  'ViT': (SIZES, 'pooler_output', renaming.HALF),
+  'DeiT': (SIZES, 'last_hidden_state', renaming.IMAGENET),
+  'Dinov2': ({**NO_MLP, 'use_swiglu_ffn': True}, 'pooler_output', renaming.IMAGENET),
+  'Dinov2WithRegisters': (NO_MLP, 'pooler_output', renaming.IMAGENET),
   'DINOv3ViT': (
     {**SIZES, 'use_gated_mlp': True, 'hidden_act': 'silu', 'num_register_tokens': 4},
     'pooler_output',
-    towers._IMAGENET,
+    renaming.IMAGENET,
   ),
-  'SiglipVision': (SIZES, 'pooler_output', towers._HALF),
-  'Siglip2Vision': ({**SIZES, 'num_patches': 16}, 'pooler_output', towers._HALF),
-  'CLIPVision': ({**SIZES, 'projection_dim': 12}, 'image_embeds', towers._CLIP),
-  'MetaClip2Vision': ({**SIZES, 'projection_dim': 12}, 'image_embeds', towers._CLIP),
-  'Aimv2Vision': ({**SIZES, 'use_head': False}, 'last_hidden_state', towers._HALF),
-  'Beit': ({**SIZES, 'use_relative_position_bias': True}, 'pooler_output', towers._HALF),
+  'SiglipVision': (SIZES, 'pooler_output', renaming.HALF),
+  'Siglip2Vision': ({**SIZES, 'num_patches': 16}, 'pooler_output', renaming.HALF),
+  'CLIPVision': ({**SIZES, 'projection_dim': 12}, 'image_embeds', renaming.CLIP),
+  'MetaClip2Vision': ({**SIZES, 'projection_dim': 12}, 'image_embeds', renaming.CLIP),
+  'Aimv2Vision': ({**SIZES, 'use_head': False}, 'last_hidden_state', renaming.HALF),
+  'Beit': ({**SIZES, 'use_relative_position_bias': True}, 'pooler_output', renaming.HALF),
   'Data2VecVision': (
     {**SIZES, 'use_shared_relative_position_bias': True, 'use_mean_pooling': False},
     'last_hidden_state',
-    towers._HALF,
+    renaming.HALF,
   ),
-  'InternVLVision': (SIZES, 'last_hidden_state', towers._IMAGENET),
+  'InternVLVision': (SIZES, 'last_hidden_state', renaming.IMAGENET),
 }
 
 
@@ -112,7 +112,7 @@ def test_parity_of_convnext(project, version):
     for p in model.parameters():
       p.add_(0.2 * torch.randn_like(p))
     image = np.random.default_rng(0).random((2, 32, 64, 3)).astype(np.float32)
-    mean, std = towers._IMAGENET
+    mean, std = renaming.IMAGENET
     pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
     expected = model.eval()(pixels)
     expected = getattr(expected, 'logits', expected).numpy()
@@ -138,7 +138,7 @@ def test_parity_of_resnets_of_transformers(kind):
       if name.endswith(('running_mean', 'running_var')):
         x.add_(0.5 * torch.rand_like(x))
     image = np.random.default_rng(0).random((2, 40, 64, 3)).astype(np.float32)
-    mean, std = towers._IMAGENET
+    mean, std = renaming.IMAGENET
     pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
     expected = model(pixels).logits.numpy()
   arrays = {k: x.numpy() for k, x in model.state_dict().items()}
@@ -535,7 +535,7 @@ def test_names_and_settings_of_timm(ours):
   expected, _ = jax.jit(model.apply)({'params': params}, 2 * image - 1)
   np.testing.assert_allclose(phi_of(tower, image), expected, atol=1e-5)
   # DINOv2's own mean and deviation, where no file says another one.
-  mean, std = towers._IMAGENET
+  mean, std = renaming.IMAGENET
   default = weights.read_tower(timm_arrays(params), {'num_attention_heads': 2})
   expected, _ = jax.jit(model.apply)({'params': params}, ((image - mean) / std).astype(np.float32))
   np.testing.assert_allclose(phi_of(default, image), expected, atol=1e-5)
@@ -730,7 +730,7 @@ def test_parity_with_image_towers_of_open_clip(name, tmp_path):
     for p in model.parameters():
       p.add_(0.1 * torch.randn_like(p))
     image = np.random.default_rng(0).random((2, side, side, 3)).astype(np.float32)
-    mean, std = towers._CLIP
+    mean, std = renaming.CLIP
     pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
     expected = model.encode_image(pixels).numpy()
   described = {'model_cfg': settings, 'preprocess_cfg': {'mean': mean, 'std': std}}
@@ -751,7 +751,7 @@ def test_the_table_is_of_the_installed_timm():
   pytest.importorskip('timm')
   from tests.weights import timm_architectures
 
-  table = towers._architectures()
+  table = descriptions._architectures()
   for name in (
     'test_vit',
     'convnext_tiny',

@@ -1,0 +1,226 @@
+"""What timm, transformers and open_clip write beside a file about the tower in it.
+
+Settings have the names of transformers. One that nothing here reads, and that is not the usual one,
+is an error that names it.
+"""
+
+import functools
+import json
+import logging
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from het_plugin.weights import hub, pixels
+
+_log = logging.getLogger(__name__)
+# What vision_cfg may have: the rest is read, or told by shapes.
+_OPEN_CLIP_IMAGE = re.compile(
+  r'image_size|layers|width|head_width|mlp_ratio|patch_size|patch_dropout|no_ln_pre|'
+  r'pos_embed_type|final_ln_after_pool|pool_type|output_tokens'
+)
+# timm's names of activations, and transformers'.
+_TIMM_ACTIVATIONS = {
+  'gelu': 'gelu',
+  'gelu_tanh': 'gelu_pytorch_tanh',
+  'quick_gelu': 'quick_gelu',
+  'silu': 'silu',
+  'relu': 'relu',  # of ResNets
+}
+# What timm's model_args may have beside what is read: shapes tell it, or training alone uses it.
+_TIMM_OF_SHAPES = re.compile(
+  r'(?:img_size|patch_size|embed_dim|depth|mlp_ratio|qkv_bias|qkv_fused|qk_norm|init_values|'
+  r'reg_tokens|num_reg_tokens|class_token|no_embed_class|pre_norm|use_pre_transformer_norm|'
+  r'fc_norm|use_fc_norm|in_chans|num_classes|dims|depths|layers|ls_init_value|conv_mlp|use_grn|'
+  r'swiglu_mlp|swiglu_align_to|weight_init|fix_init|head_init_scale|dynamic_img_size|'
+  r'dynamic_img_pad|strict_img_size|use_abs_pos_emb|use_rot_pos_emb|\w*_rate|'
+  r'rope_(?:shift|jitter|rescale)_coords|scale_mlp|scale_attn_inner|attn_type|'
+  r'attn_pool_mlp_ratio|use_post_transformer_norm|use_(?:shared_)?rel_pos_bias)'
+)
+_TIMM_READ = (
+  'num_heads',
+  'act_layer',
+  'global_pool',
+  'pool_include_prefix',
+  'attn_pool_num_heads',
+  'ref_feat_shape',
+  'rope_grid_indexing',
+  'rope_grid_offset',
+  'rope_temperature',
+)
+# Settings of transformers with the one value that the towers here have.
+_FIXED = {'pooler_act': 'tanh', 'apply_layernorm': True, 'use_qk_norm': False}
+
+
+def read_config(path: epath.PathLike) -> dict[str, Any]:
+  """Settings from the descriptions beside a file: config.json, preprocessor_config.json,
+  processor_config.json (transformers 5), open_clip_config.json and the tokenizer's.
+
+  Raises:
+    ValueError: a description is no JSON object, or says what cannot be read.
+  """
+  file = epath.Path(hub.local(path))
+  folder = file.parent
+  names = (pixels.OPEN_CLIP, pixels.CONFIG, pixels.PREPROCESSOR, pixels.PROCESSOR)
+  described = {name: found for name in names if (found := _json(folder / name)) is not None}
+  read: dict[str, Any] = {}
+  for name, settings in described.items():
+    if name == pixels.OPEN_CLIP:
+      settings = _of_open_clip(settings)
+    elif name == pixels.PROCESSOR:
+      settings = settings.get('image_processor', {})
+    read |= settings
+  if (end := _tokenizer_end(folder)) is not None:
+    read['tokenizer_end'] = end
+  if 'quantization_config' in read:
+    raise ValueError(
+      f'{folder / "config.json"} has a quantization_config: take the file of the same model that '
+      'is not quantised'
+    )
+  if 'peft_type' in read or (folder / 'adapter_config.json').exists():
+    raise ValueError(
+      f'{path} is an adapter (LoRA): merge it into its base model, and save that as a whole'
+    )
+  read = {**read, **read.pop('vision_config', {}), **read.pop('pretrained_cfg', {})}
+  made = pixels.read(described, file.name.startswith('open_clip'))
+  if made is None:
+    return read
+  return {**read, 'pixels': made, **{name: made[name] for name in ('image_mean', 'image_std')}}
+
+
+def described(config: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The configuration with timm's settings under the names of transformers."""
+  for name, value in _FIXED.items():
+    if config.get(name, value) != value:
+      raise ValueError(f'{name}={config[name]!r} in config.json must be {value!r}')
+  if 'architecture' in config and 'num_attention_heads' not in config:
+    return {**config, **_of_timm(config)}
+  if not config:
+    _log.warning(
+      'There is no config.json beside the file: attention heads, activation, pooling, epsilon and '
+      'pixel normalisation are the usual ones of its project.'
+    )
+  return config
+
+
+def _json(file: epath.Path) -> dict[str, Any] | None:
+  """A JSON object of a file; None if there is no file."""
+  if not file.exists():
+    return None
+  try:
+    settings = json.loads(file.read_text())
+  except ValueError as error:
+    raise ValueError(f'{file} cannot be read: {error}') from error
+  if not isinstance(settings, dict):
+    raise ValueError(f'{file} must hold a JSON object, not {str(settings)[:40]}')
+  return settings
+
+
+def _tokenizer_end(folder: epath.Path) -> int | None:
+  """The id of the end-of-sequence that the tokenizer beside a file names; None if none does."""
+  token = (_json(folder / 'tokenizer_config.json') or {}).get('eos_token')
+  token = token.get('content') if isinstance(token, dict) else token
+  if token is None or (tokenizer := _json(folder / 'tokenizer.json')) is None:
+    return None
+  added = {x.get('content'): x.get('id') for x in tokenizer.get('added_tokens', [])}
+  vocabulary = tokenizer.get('model', {}).get('vocab', {})
+  return added.get(token, vocabulary.get(token) if isinstance(vocabulary, dict) else None)
+
+
+@functools.cache
+def _architectures() -> dict[str, dict[str, Any]]:
+  """{architecture of timm: its settings}; `tests/weights/timm_architectures.py` writes them."""
+  table = json.loads((pathlib.Path(__file__).parent / 'timm_architectures.json').read_text())
+  return {
+    name: {**row['settings'], 'num_heads': heads}
+    for row in table['rows']
+    for name, heads in row['num_heads'].items()
+  }
+
+
+def _of_timm(config: Mapping[str, Any]) -> dict[str, Any]:
+  """The settings of a file of timm under the names of transformers."""
+  architecture = config['architecture'].partition('.')[0]
+  row = _architectures().get(architecture)
+  if row is None:
+    raise ValueError(
+      f'architecture={architecture!r} in config.json is none of the ViTs, Evas, ConvNeXts and '
+      'ResNets of timm that can be read; docs/backbones.md lists the families'
+    )
+  if 'unread' in row:
+    raise ValueError(f'architecture={architecture!r} in config.json has {row["unread"]}')
+  arguments = config.get('model_args') or {}
+  for name, value in arguments.items():
+    if name not in _TIMM_READ and not _TIMM_OF_SHAPES.fullmatch(name) and row.get(name) != value:
+      raise ValueError(f'model_args has {name}={value!r} in config.json, which cannot be read')
+  row = row | {name: arguments[name] for name in _TIMM_READ if name in arguments}
+  stated = config.get('global_pool')
+  if stated is not None and 'global_pool' not in arguments and stated != row['global_pool']:
+    raise ValueError(
+      f'global_pool={stated!r} in config.json, but timm makes {architecture} with '
+      f'{row["global_pool"]!r}: write the one that was meant into its model_args'
+    )
+  activation = row['act_layer'] or 'gelu'
+  if activation not in _TIMM_ACTIVATIONS:
+    raise ValueError(
+      f'act_layer={activation!r} in config.json must be one of {", ".join(_TIMM_ACTIVATIONS)}'
+    )
+  return {
+    'num_attention_heads': row['num_heads'],
+    'hidden_act': _TIMM_ACTIVATIONS[activation],
+    'layer_norm_eps': row.get('epsilon'),
+    'global_pool': row['global_pool'],
+    'pool_include_prefix': row.get('pool_include_prefix', False),
+    'norm': row.get('norm', 'layer_norm'),
+    'last_epsilon': row.get('last_epsilon', row.get('epsilon')),
+    'pool_heads': row.get('attn_pool_num_heads'),
+    'rope_theta': row.get('rope_temperature'),
+    'rope_grid': row.get('ref_feat_shape'),
+    'rope_offset': row.get('rope_grid_offset'),
+    'rope_type': row.get('rope_type'),
+    'rope_axes': row.get('rope_grid_indexing'),
+  }
+
+
+def _of_open_clip(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """The settings of open_clip under the names of transformers, or of timm for its towers."""
+  model = settings['model_cfg']
+  image = model['vision_cfg']
+  text = model.get('text_cfg', {})
+  activation = 'quick_gelu' if model.get('quick_gelu') else 'gelu'
+  read: dict[str, Any] = {}
+  if name := image.get('timm_model_name'):
+    read = {'architecture': name, 'projects': not image.get('timm_proj')}
+    if pool := image.get('timm_pool'):
+      read['model_args'] = {'global_pool': pool}
+  elif 'width' in image:  # not a ResNet
+    for name in image:
+      if image[name] and not _OPEN_CLIP_IMAGE.fullmatch(name):
+        raise ValueError(f'{name}={image[name]!r} in {pixels.OPEN_CLIP} cannot be read')
+    pool = image.get('pool_type', 'tok')
+    if pool not in ('tok', 'avg'):
+      raise ValueError(f"pool_type={pool!r} in {pixels.OPEN_CLIP} must be 'tok' or 'avg'")
+    read = {
+      'num_attention_heads': image['width'] // image.get('head_width', 64),
+      'hidden_act': activation,
+      'layer_norm_eps': 1e-5,
+      'global_pool': {'tok': 'token', 'avg': 'avg'}[pool],
+      'pools_first': bool(image.get('final_ln_after_pool')),
+    }
+  form = (
+    text.get('pool_type', 'argmax'),
+    text.get('no_causal_mask', False),
+    text.get('proj_bias', False),
+  )
+  of_text = {
+    'num_attention_heads': text.get('heads'),
+    'hidden_act': activation if form[0] == 'argmax' else None,
+  }
+  if 'hf_model_name' in text or form not in (('argmax', False, False), ('last', True, True)):
+    of_text['unread'] = (
+      f'the text tower pools by {form[0]}, or is one of transformers, unlike CLIP and SigLIP'
+    )
+  return {**read, 'text_config': of_text}
