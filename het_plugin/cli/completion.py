@@ -5,8 +5,6 @@ from collections.abc import Iterable
 
 from absl import flags
 
-from het_plugin.system import screen
-
 _SCRIPT = """_het_plugin() {{
   local words word="${{COMP_WORDS[COMP_CWORD]}}"
   case "$COMP_CWORD ${{COMP_WORDS[1]}}" in
@@ -21,10 +19,9 @@ complete -o default -F _het_plugin het-plugin
 
 
 def script(names: Iterable[str]) -> str:
-  """The script for commands of these names; imports all of them, which takes seconds."""
+  """The script for commands of these names."""
   names = list(names)
-  with screen.without_native_lines():
-    cases = [f'    *\\ {name}) words="{" ".join(_flags_of(name))}" ;;' for name in names]
+  cases = [f'    *\\ {name}) words="{" ".join(_flags_of(name))}" ;;' for name in names]
   return _SCRIPT.format(names=' '.join(names), cases='\n'.join(cases))
 
 

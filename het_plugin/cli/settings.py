@@ -36,6 +36,7 @@ from het_plugin.system import distributed, flag_values
 from het_plugin.system.ranges import Count
 
 _T = TypeVar('_T')
+HEADS = ('det', 'het', 'het_h', 'het_xl')  # by the names of their gin files
 _REPEATED = 'repeatable'
 Repeated = Annotated[tuple[_T, ...], _REPEATED]
 GinSettings = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths

@@ -18,6 +18,8 @@ a row is then the number of its example in --split.
 --C_noise=auto every fit chooses from no noise and shares of C.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -26,18 +28,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
-from het_plugin import reporting
+from het_plugin import estimators, measures, reporting, runs, weights
 from het_plugin import rows as rows_lib
-from het_plugin.cli.settings import OneOf
+from het_plugin.cli.settings import HEADS, OneOf
 from het_plugin.commands._rows import FileOrArrays, RowsSettings, read
-from het_plugin.estimators import CLASSIFIERS, resuming
-from het_plugin.estimators import audit as audit_lib
-from het_plugin.estimators import probe as grid
-from het_plugin.estimators.audit import ROUNDS
-from het_plugin.measures import audit as measure
 from het_plugin.rows import files
 from het_plugin.system.ranges import Count
-from het_plugin.weights.files import SUFFIXES
 
 if TYPE_CHECKING:  # imports tasks of images, which files do not need
   from het_plugin.evaluation.examples import Examples
@@ -78,11 +74,11 @@ class Settings(RowsSettings):
 
   dataset: str | None = None
   split: str = 'train'
-  head: Annotated[str, OneOf(tuple(CLASSIFIERS))] = 'det'
+  head: Annotated[str, OneOf(HEADS)] = 'det'
   C: tuple[float, ...] = (1,)
   C_noise: tuple[float | Literal['auto'], ...] = (0.1,)
   num_factors: tuple[Count, ...] = (4,)
-  rounds: Count = ROUNDS
+  rounds: Count = 10
   folds: Annotated[int, '[2, inf)'] = 5
   max_iter: Count = 500
   seed: Annotated[int, '[0, inf)'] = 0
@@ -94,10 +90,10 @@ class Settings(RowsSettings):
   html: str | None = None
 
   @property
-  def fits(self) -> grid.Settings:
+  def fits(self) -> estimators.probe.Settings:
     """Settings of the fits."""
     same = self.chosen('num_factors', 'folds', 'max_iter', 'seed')
-    return grid.Settings(heads=[self.head], c=self.C, c_noise=self.C_noise, **same)
+    return estimators.probe.Settings(heads=[self.head], c=self.C, c_noise=self.C_noise, **same)
 
 
 def run(settings: Settings) -> reporting.Report:
@@ -109,7 +105,7 @@ def run(settings: Settings) -> reporting.Report:
     raise ValueError('--split is for --dataset: a split of a file is --train=F.npz:SPLIT')
   if settings.head == 'det' and {'C_noise', 'num_factors'} & settings.given:
     raise ValueError('--C_noise and --num_factors have no effect on --head=det, which has no noise')
-  if suggest and not suggest.endswith(('.csv', *SUFFIXES)):
+  if suggest and not suggest.endswith(('.csv', *weights.files.SUFFIXES)):
     raise ValueError(f'--suggest={suggest} must end in .npz, .safetensors or .csv')
   if settings.pred_probs:
     settings.refuse((*_OF_FITS, 'write_pred_probs'), '--pred_probs, which is not fitted')
@@ -131,9 +127,7 @@ def run(settings: Settings) -> reporting.Report:
   if settings.checkpoint:
     (source,) = settings.represented('het_plugin.audit', [settings.split])
     _check_suggested(suggest, source)
-  from het_plugin.runs import sources  # imports what --help does not need
-
-  source = sources.rows_or_file(source, settings.split)
+  source = runs.sources.rows_or_file(source, settings.split)
   probs = settings.write_pred_probs, settings.pred_probs
   return report(source, fits, examples, settings.rounds, *probs, settings.unfinished)
 
@@ -160,7 +154,7 @@ class Listed(Sequence):
 
   rows: rows_lib.Rows
   label: np.ndarray
-  found: measure.Audit
+  found: measures.audit.Audit
   order: np.ndarray
   name: Callable[[int], str] | None = None
   root: Path | None = None
@@ -229,9 +223,9 @@ def _write_table(path: str, listed: Listed) -> None:
 
 def report(
   source: FileOrArrays,
-  settings: grid.Settings,
-  examples: 'Examples | None' = None,
-  rounds: int = audit_lib.ROUNDS,
+  settings: estimators.probe.Settings,
+  examples: Examples | None = None,
+  rounds: int = 10,
   probs_to: str | None = None,
   probs_from: str | None = None,
   unfinished: Path | None = None,
@@ -260,12 +254,12 @@ def report(
   with rows_lib.files.reading(name):
     label = rows.consensus
   if probs_from:
-    p = audit_lib.read_probs(probs_from, len(label), rows.num_classes)
-    found, failures, chosen = measure.audit(p, label), 0, 0
+    p = estimators.audit.read_probs(probs_from, len(label), rows.num_classes)
+    found, failures, chosen = measures.audit.audit(p, label), 0, 0
   else:
     of_labels = rows.features, label, settings, rounds
-    with resuming.kept(unfinished, settings, rows):
-      found, failures, chosen = audit_lib.in_rounds(*of_labels, probs_to, rows.num_classes)
+    with estimators.resuming.kept(unfinished, settings, rows):
+      found, failures, chosen = estimators.audit.in_rounds(*of_labels, probs_to, rows.num_classes)
   order = np.argsort(-found.wrong, kind='stable')
   listed = Listed(rows, label, found, order)
   if examples is not None:
@@ -279,7 +273,7 @@ def report(
     pairs.append({'truth': k, 'label': y, 'rate': rate, 'share': share})
     if classes := rows.class_names:
       pairs[-1] |= {'truth_name': classes[k], 'label_name': classes[y]}
-  counts = {kind: int((found.kind == kind).sum()) for kind in measure.KINDS}
+  counts = {kind: int((found.kind == kind).sum()) for kind in measures.audit.KINDS}
   worst = [row for row in listed[:_SHOWN] if row['kind'] == 'wrong']
   tables = [
     reporting.Table(
@@ -323,13 +317,13 @@ def report(
     share = 'their features do not tell what share is wrong. '
     notes = [
       f'Only {found.agreement:.0%} of the labels are the most probable class of the location, and '
-      f'{measure.LEAST_AGREEMENT:.0%} are needed to tell wrong labels from those that are hard to '
-      'tell. The list is still an order to look at them; correct none without a look.'
+      f'{measures.audit.LEAST_AGREEMENT:.0%} are needed to tell wrong labels from those that are '
+      'hard to tell. The list is still an order to look at them; correct none without a look.'
     ]
   if note := rows.consensus_note():
     notes.append(note)
   if failures:
-    notes.append(f'{audit_lib.unfinished(failures, "--max_iter", settings)}.')
+    notes.append(f'{estimators.audit.unfinished(failures, "--max_iter", settings)}.')
   if head == 'det' and rounds == 1:
     notes.append(
       'det has no noise. After one round its p is that of the label: it finds too few wrong ones.'
@@ -355,7 +349,7 @@ def report(
       'csv': functools.partial(reporting.write_table, list(listed[0]), listed),
       'suggest': functools.partial(write_suggested, listed),
     },
-    written=functools.partial(resuming.forget, unfinished),
+    written=functools.partial(estimators.resuming.forget, unfinished),
     json={
       'head': head,
       'rounds': chosen,
@@ -371,7 +365,7 @@ def report(
   )
 
 
-def _by_truth(listed: Listed, examples: 'Examples') -> dict[str, int] | None:
+def _by_truth(listed: Listed, examples: Examples) -> dict[str, int] | None:
   """Numbers of labels that are wrong, where the task knows the true classes."""
   info = examples.info
   if not info.knows_truth(examples.whole):
@@ -387,7 +381,7 @@ def _by_truth(listed: Listed, examples: 'Examples') -> dict[str, int] | None:
 
 
 def _galleries(
-  listed: Listed, examples: 'Examples', shown: Callable[[int], str]
+  listed: Listed, examples: Examples, shown: Callable[[int], str]
 ) -> dict[str, reporting.Gallery]:
   """Images of the worst labels, of the most ambiguous ones, and of the most confused pairs."""
   found = listed.found

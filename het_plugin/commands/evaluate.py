@@ -12,6 +12,8 @@ The output directory gets results.json, results.txt, index.html and its plots as
 --save_predictions it also gets predictions/NAME.npz.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
@@ -21,23 +23,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from het_plugin import data, reporting, runs, weights
+from het_plugin import data, evaluation, measures, reporting, runs, training, weights
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Gin, Processes, Repeated, ReportFolder
-from het_plugin.evaluation import class_covariance, uncertainty_report
 from het_plugin.evaluation.names import naming, short_names
-from het_plugin.evaluation.uncertainty_report import Evaluation
-from het_plugin.measures import agreement, uncertainty, votes
+from het_plugin.measures import votes
 from het_plugin.rows import Rows
-from het_plugin.runs.opening import Configuration
-from het_plugin.runs.per_example import match_channels
 from het_plugin.system import run_files
 from het_plugin.system.ranges import Count
-from het_plugin.training import class_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,16 +95,18 @@ class Settings(ReportFolder, Gin, Processes):
 def run(settings: Settings) -> reporting.Report:
   """A row per checkpoint."""
   settings.join()
-  return uncertainty_report.make_report(evaluate(settings))
+  return evaluation.uncertainty_report.make_report(evaluate(settings))
 
 
-def evaluate(settings: Settings, save_to: Path | None = None) -> list[Evaluation]:
+def evaluate(settings: Settings, save_to: Path | None = None) -> list[evaluation.Evaluation]:
   """Evaluates all checkpoints, then all files of predictions.
 
   A checkpoint may be a file of predictions itself. A ValueError about files, data or settings comes
   before the first model is compiled. `save_to` is the folder of the predictions, which the settings
   may also name.
   """
+  import jax
+
   if settings.save_predictions:
     save_to = run_files.local_folder('output_dir', settings.output_dir) / 'predictions'
   flags = [('--checkpoint', x) for x in settings.checkpoint]
@@ -117,13 +114,13 @@ def evaluate(settings: Settings, save_to: Path | None = None) -> list[Evaluation
   names = short_names([source for _, source in flags])
   if save_to:
     own = [name for name, (_, x) in zip(names, flags, strict=True) if x in settings.runs]
-    of_files = [uncertainty_report.file_name(name) for name in own]
+    of_files = [evaluation.uncertainty_report.file_name(name) for name in own]
     if twice := [name for name, x in zip(own, of_files, strict=True) if of_files.count(x) > 1]:
       raise ValueError(
         f'--save_predictions would write those of {" and ".join(twice)} to one file: evaluate them '
         'one by one, each with its own --output_dir'
       )
-  opened: list[Configuration | Evaluation] = []
+  opened: list[runs.Configuration | evaluation.Evaluation] = []
   for name, (flag, source) in zip(names, flags, strict=True):
     if flag == '--predictions' or source not in settings.runs:
       with naming(f'{flag}={source}'):  # scored at once: one file is in memory at a time
@@ -131,12 +128,12 @@ def evaluate(settings: Settings, save_to: Path | None = None) -> list[Evaluation
         opened.append(evaluate_rows(name, source, rows))
     else:
       opened.append(runs.configuration(source, *settings.gin))
-  if configs := [x for x in opened if isinstance(x, Configuration)]:
+  if configs := [x for x in opened if isinstance(x, runs.Configuration)]:
     task, split = task_and_split(settings.dataset, settings.split, configs)
     settings = dataclasses.replace(settings, dataset=task, split=split)
   evaluations = []
   for name, of in zip(names, opened, strict=True):
-    if isinstance(of, Configuration):
+    if isinstance(of, runs.Configuration):
       of = evaluate_run(name, of.open(), settings, save_to)
       jax.clear_caches()  # the next model shares no programs
     evaluations.append(of)
@@ -144,7 +141,7 @@ def evaluate(settings: Settings, save_to: Path | None = None) -> list[Evaluation
 
 
 def task_and_split(
-  dataset: str | None, split: str | None, configs: Sequence[Configuration]
+  dataset: str | None, split: str | None, configs: Sequence[runs.Configuration]
 ) -> tuple[str, str]:
   """What all runs are evaluated on; ValueError if the models do not fit it."""
   chosen = []
@@ -154,7 +151,7 @@ def task_and_split(
     info = data.classification_info(task)
     with naming(f'--dataset={task}'):
       config.argument('model').validate(info)
-    class_names.check(f'--dataset={task}', info.class_names, config.class_names)
+    training.class_names.check(f'--dataset={task}', info.class_names, config.class_names)
     chosen.append((task, split or getattr(eval_cfg, 'split', 'validation')))
     if chosen[0] != chosen[-1]:
       raise ValueError(
@@ -165,18 +162,22 @@ def task_and_split(
   return chosen[0]
 
 
-def evaluate_rows(name: str, source: str, rows: Rows) -> Evaluation:
+def evaluate_rows(name: str, source: str, rows: Rows) -> evaluation.Evaluation:
   """Scores predictions, of a file or of an estimator."""
   num_classes = rows.log_prob.shape[1]
   scores, people = _score([rows], num_classes)
   details = {'num_classes': num_classes}
-  return Evaluation(name, source, details, scores, agreement=people, class_names=rows.class_names)
+  return evaluation.Evaluation(
+    name, source, details, scores, agreement=people, class_names=rows.class_names
+  )
 
 
 def evaluate_run(
   name: str, run: runs.Run, settings: Settings, save_to: Path | None = None
-) -> Evaluation:
+) -> evaluation.Evaluation:
   """Evaluates a run on the two splits of the settings, and its covariance."""
+  import jax
+
   info = data.classification_info(settings.dataset)
 
   def predict(title: str, stream: tuple[data.BatchIterator, int], *others: str) -> Iterator[Rows]:
@@ -212,10 +213,10 @@ def evaluate_run(
     scores, people = _score(keeping(predict(name, known, *others)), info.num_classes)
     if settings.ood_dataset:
       parts = predict(f'{name}, unknown inputs', unknown)
-      scored = [uncertainty.uncertainty(**part.predictive) for part in parts]
-      of_unknown = uncertainty.concatenate(scored)
+      scored = [measures.uncertainty.uncertainty(**part.predictive) for part in parts]
+      of_unknown = measures.uncertainty.concatenate(scored)
   sampled = scores.uncertainty.mutual_information is not None
-  evaluation = Evaluation(
+  evaluated = evaluation.Evaluation(
     name,
     run.checkpoint,
     {
@@ -240,8 +241,8 @@ def evaluate_run(
     about = {'checkpoint': run.checkpoint, 'task': settings.dataset, 'split': settings.split}
     whole = rows_lib.concatenate(kept)
     whole = dataclasses.replace(whole, class_names=info.class_names, provenance=about)
-    rows_lib.write(save_to / f'{evaluation.file_name}.npz', whole)
-  return evaluation
+    rows_lib.write(save_to / f'{evaluated.file_name}.npz', whole)
+  return evaluated
 
 
 def _right(part: Rows, truth: np.ndarray) -> dict[str, np.ndarray]:
@@ -257,22 +258,22 @@ def _of_truth(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:
   """Means over the examples of all parts, with their standard errors."""
   columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
   means: dict[str, Any] = {name: float(x.mean()) for name, x in columns.items()}
-  return means | {'stderr': {name: uncertainty.stderr(x) for name, x in columns.items()}}
+  return means | {'stderr': {name: measures.uncertainty.stderr(x) for name, x in columns.items()}}
 
 
 def _score(
   parts: Iterable[Rows], num_classes: int
-) -> tuple[uncertainty.ExampleScores, dict[str, float] | None]:
+) -> tuple[measures.uncertainty.ExampleScores, dict[str, float] | None]:
   """The scores of the parts of a split; with a softmax also its agreement with people's labels."""
   scores = []
-  people = agreement.Parts()
+  people = measures.agreement.Parts()
   ks = (1, 5) if num_classes > 5 else (1,)
   for part in parts:
-    scores.append(uncertainty.score_examples(**part.labelled, ks=ks))
+    scores.append(measures.uncertainty.score_examples(**part.labelled, ks=ks))
     if part.link == 'softmax':
-      people.add(agreement.score_examples(part.log_prob, part.labels, part.label_weight))
+      people.add(measures.agreement.score_examples(part.log_prob, part.labels, part.label_weight))
   joined = people.joined()
-  return uncertainty.concatenate(scores), joined and agreement.summarize(joined)
+  return measures.uncertainty.concatenate(scores), joined and measures.agreement.summarize(joined)
 
 
 def _open(
@@ -283,12 +284,14 @@ def _open(
   **changes: Any,
 ) -> tuple[data.BatchIterator, int]:
   """`open_split` of the settings with this prefix, '' or 'ood_', until the stack is closed."""
+  import jax
+
   task, split = (getattr(settings, f'{prefix}{name}') for name in ('dataset', 'split'))
   with naming(f'--{prefix}dataset={task}'):
     info = data.classification_info(task)
     # Checks the channels without reading an image.
-    image = jax.ShapeDtypeStruct((1, run.image_size, run.image_size, info.channels), jnp.float32)
-    jax.eval_shape(lambda x: match_channels(x, run.channels), image)
+    image = jax.ShapeDtypeStruct((1, run.image_size, run.image_size, info.channels), np.float32)
+    jax.eval_shape(lambda x: runs.per_example.match_channels(x, run.channels), image)
     given = {
       'task': task,
       'name': f'--{prefix}split={split}',
@@ -323,23 +326,23 @@ def _covariance(run: runs.Run, settings: Settings) -> dict[str, Any]:
   counted = settings.homoglyph_examples if look_alikes else 0
   if not (index or images or counted):
     return {}
-  if reason := class_covariance.why_none(run.model.head):
+  if reason := evaluation.class_covariance.why_none(run.model.head):
     return {'no_covariance': reason}
   batch_size = 8 * run.partitioner.data_shards
 
-  def look_at(**which: Any) -> list[class_covariance.ClassCovariance]:
+  def look_at(**which: Any) -> list[evaluation.class_covariance.ClassCovariance]:
     with contextlib.ExitStack() as stack:
       few = {'whole': True, 'batch_size': batch_size}
       batches, total = _open(stack, '', run, settings, **few)
       batches = itertools.islice(batches, -(-total // batch_size))
-      return class_covariance.look(run, batches, batch_size, **which)
+      return evaluation.class_covariance.look(run, batches, batch_size, **which)
 
   result = {}
   if number := max(counted, 0 if index else images):
     looks = look_at(number=number)
     result['looks'] = looks[:images]
     if counted:
-      result['homoglyphs'] = class_covariance.look_alike_rate(
+      result['homoglyphs'] = evaluation.class_covariance.look_alike_rate(
         [x.label for x in looks[:counted]],
         [x.with_anchor for x in looks[:counted]],
         look_alikes(settings.split, run.image_size),

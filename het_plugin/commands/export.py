@@ -21,22 +21,18 @@ With --check, the program there is run on the input that its folder holds, and i
 compared with those of the model that was exported.
 """
 
+from __future__ import annotations
+
 import copy
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from het_plugin import runs, weights
 from het_plugin.cli.settings import Gin
-from het_plugin.config import changes
-from het_plugin.runs import Run, configuration, open_run
-from het_plugin.weights import programs, write_arrays
-from het_plugin.weights.files import SUFFIXES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +60,7 @@ def run(settings: Settings) -> None:
   if settings.check:
     others = 'checkpoint', 'output', 'format', 'entropies', 'gin_file', 'gin_bindings'
     settings.refuse(others, '--check')
-    for name, difference in programs.compare(settings.check).items():
+    for name, difference in weights.programs.compare(settings.check).items():
       print(f'{name}: differs by at most {difference:.1g}')
     return
   checkpoint = settings.checkpoint
@@ -74,8 +70,8 @@ def run(settings: Settings) -> None:
   if not output:
     raise ValueError('--output is not set')
   if settings.format:
-    programs.check(output, settings.format)
-    opened = open_run(checkpoint, *settings.gin)
+    weights.programs.check(output, settings.format)
+    opened = runs.open_run(checkpoint, *settings.gin)
     about = export(opened, output, settings.format, entropies=settings.entropies)
     outputs = ', '.join(f'{name} {x["shape"]}' for name, x in about['outputs'].items())
     print(f'A program ({settings.format}): {output}')
@@ -83,10 +79,10 @@ def run(settings: Settings) -> None:
     return
   if settings.entropies:
     raise ValueError('--entropies are outputs of a program: set --format')
-  if output.endswith(SUFFIXES):
-    config = configuration(checkpoint, *settings.gin)
+  if output.endswith(weights.files.SUFFIXES):
+    config = runs.configuration(checkpoint, *settings.gin)
     arrays = config.published_params()
-    write_arrays(output, arrays, config.describe())
+    weights.write_arrays(output, arrays, config.describe())
     size = sum(np.size(x) for x in arrays.values())
     print(f'{len(arrays)} arrays, {size / 1e6:.2f}M parameters: {output}')
     return
@@ -95,6 +91,8 @@ def run(settings: Settings) -> None:
   is_file = folder.suffix[1:2].isalpha() or folder.is_file()
   if is_file and not folder.is_dir():
     raise ValueError(f'--output={output} must end in .npz or .safetensors, or be a directory')
+  from het_plugin.config import changes
+
   of_a_run = any(folder.glob('checkpoint_*')) or (folder / changes.CONFIG).exists()
   if folder.is_dir() and any(folder.iterdir()) and not of_a_run:
     raise ValueError(
@@ -109,7 +107,7 @@ def run(settings: Settings) -> None:
   print(f'A checkpoint of t5x: {conversion.write_t5x(checkpoint, output)}')
 
 
-def export(run: Run, folder: str, kind: str, *, entropies: bool = False) -> dict[str, Any]:
+def export(run: runs.Run, folder: str, kind: str, *, entropies: bool = False) -> dict[str, Any]:
   """Writes the folder of a program (`programs`), which replaces one that is there.
 
   Its input is 'image', float32 [B, H, W, C] in [-1, 1], or of a run on rows of features
@@ -128,7 +126,7 @@ def export(run: Run, folder: str, kind: str, *, entropies: bool = False) -> dict
     ValueError: the model has no classes of its own, or a head that is not trained, or as in
       `programs.write`.
   """
-  programs.check(folder, kind)
+  weights.programs.check(folder, kind)
   if not hasattr(run.model, 'served'):
     raise ValueError(
       f'{run.checkpoint} is a contrastive model, whose classes are texts: it is not exported as a '
@@ -147,16 +145,21 @@ def export(run: Run, folder: str, kind: str, *, entropies: bool = False) -> dict
     model.head = module.head
     model.module = module
   with run.config.active():
-    return programs.write(_program(run, model, entropies), folder, kind)
+    return weights.programs.write(_program(run, model, entropies), folder, kind)
 
 
-def _float32(module: nn.Module) -> nn.Module:
+def _float32(module: Any) -> Any:
+  import jax.numpy as jnp
+  from flax import linen as nn
+
   if isinstance(inner := getattr(module, 'module', None), nn.Module):  # of a `PlainBackbone`
     return module.clone(module=_float32(inner))
   return module.clone(dtype=jnp.float32) if hasattr(module, 'dtype') else module
 
 
-def _program(run: Run, model: Any, entropies: bool) -> programs.Program:
+def _program(run: runs.Run, model: Any, entropies: bool) -> weights.programs.Program:
+  import jax
+
   side = run.image_size
   channels = run.channels
   is_features = side == 1  # the task features:PATH has images of one pixel
@@ -174,4 +177,4 @@ def _program(run: Run, model: Any, entropies: bool) -> programs.Program:
     for name in ('image_size', 'image_range', 'resize'):
       del about[name]
   name = 'features' if is_features else 'image'
-  return programs.Program(function, params, name, shape, about)
+  return weights.programs.Program(function, params, name, shape, about)

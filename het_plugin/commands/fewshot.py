@@ -14,6 +14,8 @@ Several labels of an example are votes. The most frequent one counts.
 Files of several data sets make one run under --names=RUN:DATASET,RUN:DATASET.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import operator
@@ -23,13 +25,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from het_plugin import reporting
+from het_plugin import evaluation, reporting, runs
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Gin, OneOf, Processes, Repeated
-from het_plugin.evaluation.fewshot import check, choose, read
 from het_plugin.evaluation.names import choose_names, naming
 from het_plugin.measures import comparison, fewshot
-from het_plugin.runs.sources import open_source
 from het_plugin.system.ranges import Count
 
 # {run: {data set: {shots: result}}}
@@ -134,35 +134,34 @@ def from_files(settings: Settings) -> Results:
   """Evaluates representations; each pair of a training and a test file is a data set of a run."""
   names = settings.names
   train = settings.train
-  runs = {}
+  of_runs = {}
   chosen = choose_names(names, train, distinct=False)
   for name, *pair in zip(chosen, train, settings.test, strict=True):
-    halves = [open_source(pair[0]).rows('train'), open_source(pair[1]).rows()]
+    train_source, test_source = map(runs.sources.open_source, pair)
+    halves = [train_source.rows('train'), test_source.rows()]
     rows_lib.check_pair(pair, [rows.meaning for rows in halves])
     run, colon, dataset = name.partition(':') if names else (name, '', '')
     dataset = dataset if colon else halves[0].provenance.get('dataset', 'saved')
-    datasets = runs.setdefault(run, {})
+    datasets = of_runs.setdefault(run, {})
     if dataset in datasets:
       raise ValueError(
         f'--train={pair[0]}: run {run!r} has the data set {dataset!r} twice: tell them apart with '
         '--names=RUN:DATASET,...'
       )
     datasets[dataset] = tuple(map(_split, pair, halves))
-    first = next(iter(runs.values())).get(dataset, datasets[dataset])[1]
+    first = next(iter(of_runs.values())).get(dataset, datasets[dataset])[1]
     test_rows = datasets[dataset][1]
     if not all(np.array_equal(getattr(first, x), getattr(test_rows, x)) for x in ('index', 'y')):
       raise ValueError(
-        f'--test={pair[1]} has other rows than the test file of {next(iter(runs))!r}, with which '
-        f'run {run!r} is compared on {dataset!r}: give the same examples, or different data sets '
-        'in --names=RUN:DATASET,...'
+        f'--test={pair[1]} has other rows than the test file of {next(iter(of_runs))!r}, with '
+        f'which run {run!r} is compared on {dataset!r}: give the same examples, or different data '
+        'sets in --names=RUN:DATASET,...'
       )
-  return {run: _evaluate(run, datasets, **settings.fits) for run, datasets in runs.items()}
+  return {run: _evaluate(run, datasets, **settings.fits) for run, datasets in of_runs.items()}
 
 
 def from_checkpoints(settings: Settings) -> Results:
   """Evaluates checkpoints; the representations of their data sets are kept in memory."""
-  from het_plugin import runs  # imports TensorFlow, which files do not need
-
   results = {}
   opened = {}
   names = choose_names(settings.names, settings.checkpoint)
@@ -170,18 +169,20 @@ def from_checkpoints(settings: Settings) -> Results:
   for name, checkpoint in zip(names, settings.checkpoint, strict=True):
     config = runs.configuration(checkpoint, *settings.gin)
     bound = config.bindings('FewShotAction').get('datasets')
-    chosen = choose(settings.datasets, settings.splits, bound)
+    chosen = evaluation.fewshot.choose(settings.datasets, settings.splits, bound)
     protocol = settings.fits['protocol']
     fewshot.check_settings((1,), settings.seeds, protocol.l2, len(chosen))
     opened[name] = config, chosen
   for name, (config, chosen) in opened.items():
     run = config.open()
     for dataset in chosen:
-      check(run, dataset, settings.batch_size)
+      evaluation.fewshot.check(run, dataset, settings.batch_size)
     data = {}
     with reporting.Progress(f'{name}: data', len(chosen), unit='data sets') as progress:
       for dataset in chosen:
-        data[dataset.name] = read(run, dataset, settings.layer, settings.batch_size)
+        data[dataset.name] = evaluation.fewshot.read(
+          run, dataset, settings.layer, settings.batch_size
+        )
         progress.update(1)
     results[name] = _evaluate(name, data, **settings.fits)
   return results

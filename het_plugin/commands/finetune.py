@@ -15,6 +15,8 @@ Every part is a file in the output directory, so an interrupted study continues:
     predictions/SPLIT/...npz   the candidates for the ensemble
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import glob
@@ -25,23 +27,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
-
-import gin
-from het_plugin import data, reporting, runs, weights
+from het_plugin import data, evaluation, experiments, reporting, runs, system, weights
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Gin, OneOf, Processes, Repeated
 from het_plugin.commands import evaluate, represent, select
 from het_plugin.data import splits
-from het_plugin.evaluation.candidates import candidate_names, number_to_keep, split_sources
 from het_plugin.evaluation.names import naming
-from het_plugin.experiments import trainings
 from het_plugin.measures import knn, votes
 from het_plugin.measures.ranking import best_first
 from het_plugin.rows import Rows
-from het_plugin.runs import Checkpoint
-from het_plugin.runs.opening import Configuration, GinSettings
-from het_plugin.system import processes, run_files
+from het_plugin.system import run_files
 from het_plugin.system.flag_values import parse_sweep
 from het_plugin.system.ranges import Count
 
@@ -94,9 +89,15 @@ def run(settings: Settings) -> reporting.Report:
     ValueError: a setting is wrong.
     exit_codes.Preempted: a SystemExit, after SIGTERM; the same call continues.
   """
-  checkpoint = [source for text in settings.checkpoint for source in split_sources(text)]
+  import jax
+
+  import gin
+
+  checkpoint = [
+    source for text in settings.checkpoint for source in evaluation.candidates.split_sources(text)
+  ]
   k = settings.k
-  names = candidate_names(settings.names, checkpoint, flag='checkpoint')
+  names = evaluation.candidates.candidate_names(settings.names, checkpoint, flag='checkpoint')
   outside = [x for x in names if Path(x).is_absolute() or '..' in Path(x).parts]
   if outside or len(set(map(_file_name, names))) < len(names):
     raise ValueError(
@@ -107,14 +108,14 @@ def run(settings: Settings) -> reporting.Report:
     raise ValueError('--output_dir is not set: name the folder for the runs')
   if len(k) != 1:
     raise ValueError(f'--k={",".join(map(str, k))} must be one number, the k of the proxy')
-  num_kept = number_to_keep(settings.keep, names)
+  num_kept = evaluation.candidates.number_to_keep(settings.keep, names)
   combined = combinations(settings.sweep)
   folder = run_files.local_folder('output_dir', settings.output_dir)
   settings.join()
   candidates = []
   are_published = []
   for source in checkpoint:  # one file is in memory at a time
-    found = Checkpoint.find(source)
+    found = runs.Checkpoint.find(source)
     candidates.append(_training(settings.gin, found))
     are_published.append(found.step is None)
   _check_runs(settings.gin_bindings, candidates, combined, folder)
@@ -160,7 +161,7 @@ def run(settings: Settings) -> reporting.Report:
       for of_earlier in _predicted(folder, of_run):
         shutil.rmtree(of_earlier)
 
-    trainings.complete(of_setting, run_dir, forget_predictions)
+    experiments.trainings.complete(of_setting, run_dir, forget_predictions)
   predict = functools.partial(_predictions, trained, folder, settings.batch_size)
   report = select.ensemble(
     select.Settings(
@@ -195,7 +196,7 @@ def combinations(sweep: Sequence[str]) -> dict[str, list[str]]:
 
 def _check_runs(
   typed: Sequence[str],
-  candidates: Sequence[trainings.Training],
+  candidates: Sequence[experiments.trainings.Training],
   settings: Mapping[str, Sequence[str]],
   folder: Path,
 ) -> None:
@@ -203,13 +204,15 @@ def _check_runs(
   have several tasks, or if the model of a run does not fit the task or is no softmax, as the
   ensemble needs; leaves the configuration of the first candidate parsed.
   """
-  runs = [
+  import gin
+
+  trainings = [
     dataclasses.replace(training, gin_bindings=[*training.gin_bindings, *bindings])
     for training, bindings in itertools.product(reversed(candidates), settings.values())
   ]
   tasks = {}
-  for run in runs:
-    run.parse(folder)
+  for each in trainings:
+    each.parse(folder)
     task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
     tasks[task] = None
     if len(tasks) > 1:
@@ -217,7 +220,7 @@ def _check_runs(
         f'the candidates would be trained on {" and ".join(map(repr, tasks))}, each on the task of '
         'its own configuration: give one by --gin.MIXTURE_OR_TASK_NAME'
       )
-    model = Configuration(Checkpoint(str(folder))).argument('model')
+    model = runs.Configuration(runs.Checkpoint(str(folder))).argument('model')
     model.validate(data.classification_info(task))
     link = getattr(getattr(model, 'head', None), 'link', 'softmax')
     if link != 'softmax':
@@ -227,7 +230,7 @@ def _check_runs(
         '"\'softmax\'"'
       )
   swept = itertools.chain.from_iterable(settings.values())
-  trainings.check_used([*typed, *swept], runs, folder)
+  experiments.trainings.check_used([*typed, *swept], trainings, folder)
 
 
 def _check_splits(dataset: str, **chosen: str) -> None:
@@ -238,7 +241,9 @@ def _check_splits(dataset: str, **chosen: str) -> None:
       splits.resolve(split, sizes, dataset)
 
 
-def _training(gin_settings: GinSettings, found: Checkpoint) -> trainings.Training:
+def _training(
+  gin_settings: runs.opening.GinSettings, found: runs.Checkpoint
+) -> experiments.trainings.Training:
   """A fine-tuning from a candidate: its own configuration, then the task's."""
   gin_files, gin_bindings, search_paths = gin_settings
   # The task has other classes, even if their number is the same.
@@ -257,7 +262,7 @@ def _training(gin_settings: GinSettings, found: Checkpoint) -> trainings.Trainin
     *(f'RestoreCheckpointConfig.{name} = {value!r}' for name, value in restore.items()),
     *gin_bindings,
   ]
-  return trainings.Training([*files, *gin_files], bindings, search_paths)
+  return experiments.trainings.Training([*files, *gin_files], bindings, search_paths)
 
 
 def _accuracy(read: Rows, k: Sequence[int], metric: str) -> float:
@@ -281,9 +286,9 @@ def _predictions(
       homoglyph_examples=0,
     )
     find = functools.partial(_file_in, target)
-    if not (found := processes.in_the_first(find)):
+    if not (found := system.processes.in_the_first(find)):
       evaluate.evaluate(settings, target)
-      found = processes.in_the_first(find)  # which has written it
+      found = system.processes.in_the_first(find)  # which has written it
     files.append(found)
   return tuple(files)
 

@@ -8,32 +8,23 @@ published file, or of a run with another head, give the representations: `het_pl
 writes them, and --train=RUN computes them.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from jax.experimental import multihost_utils
 
-from het_plugin import reporting
-from het_plugin.cli.settings import Gin, Processes, Repeated, ReportFolder
+from het_plugin import estimators, measures, reporting, runs
+from het_plugin.cli.settings import HEADS, Gin, Processes, Repeated, ReportFolder
+from het_plugin.commands import evaluate
 from het_plugin.commands._rows import files_of, read
 from het_plugin.commands.probe import targets_of
-from het_plugin.estimators.noise_gain import (
-  HIDDEN,
-  NUM_HIDDEN,
-  REFIT_C,
-  TITLES,
-  Result,
-  noise_test,
-)
 from het_plugin.evaluation.names import short_names
-from het_plugin.measures import uncertainty, votes
+from het_plugin.measures import votes
 from het_plugin.system.ranges import Count
-
-if TYPE_CHECKING:
-  from het_plugin.runs import Run
 
 _FITS_OF_ROWS = {'folds': 5, 'tol': 1e-4}
 _OF_ROWS = ('target', 'C')
@@ -70,7 +61,7 @@ class Settings(ReportFolder, Gin, Processes):
   split: str | None = None
   max_examples: Count | None = None
   batch_size: Count = 256
-  heads: tuple[str, ...] = tuple(TITLES)
+  heads: tuple[str, ...] = HEADS[1:]
   C: float = 1.0
   num_factors: Count = 8
   folds: Annotated[int, '[2, inf)'] | None = None
@@ -86,8 +77,8 @@ class Settings(ReportFolder, Gin, Processes):
       self.refuse(_OF_RUNS, '--train: it is for --checkpoint')
     else:
       self.refuse(_OF_ROWS, '--checkpoint: it is for --train')
-    if not self.heads or set(self.heads) - set(TITLES):
-      raise ValueError(f'--heads={",".join(self.heads)} must be of {", ".join(TITLES)}')
+    if not self.heads or set(self.heads) - set(HEADS[1:]):
+      raise ValueError(f'--heads={",".join(self.heads)} must be of {", ".join(HEADS[1:])}')
     if not self.C > 0:
       raise ValueError(f'--C={self.C} must be a number > 0')
     if self.tol is not None and not self.tol > 0:
@@ -101,18 +92,16 @@ def run(settings: Settings) -> reporting.Report:
   if settings.checkpoint:
     settings.join()
     return of_runs(settings, fits)
-  from het_plugin.runs import sources  # imports what --help does not need
-
-  source = sources.rows_or_file(settings.train, 'train')
+  source = runs.sources.rows_or_file(settings.train, 'train')
   if isinstance(source, str) and Path(source).is_dir():
     source = files_of(Path(source))[0]
   rows, name = read(source, 'the rows')
   y, _, target = targets_of(rows, settings.target)
   fits = {**_FITS_OF_ROWS, **fits, 'C': settings.C, 'target': target}
-  return make_report({'rows': noise_test(rows.features, y, **fits)}, name)
+  return make_report({'rows': estimators.noise_gain.noise_test(rows.features, y, **fits)}, name)
 
 
-def of_run(run: 'Run', task: str, split: str, **settings: Any) -> Result:
+def of_run(run: runs.Run, task: str, split: str, **settings: Any) -> estimators.noise_gain.Result:
   """`noise_test` of a trained DET, on a split that it was not trained on; every process calls it.
 
   Args:
@@ -123,6 +112,8 @@ def of_run(run: 'Run', task: str, split: str, **settings: Any) -> Result:
   Raises:
     ValueError: the head has noise, or the labels do not fit.
   """
+  from jax.experimental import multihost_utils
+
   check_run(run.checkpoint, run.model)
   limits = {name: settings.pop(name) for name in ('batch_size', 'max_examples') if name in settings}
   rows = run.rows(split, ('features',), task=task, **limits)
@@ -139,7 +130,9 @@ def of_run(run: 'Run', task: str, split: str, **settings: Any) -> Result:
     target = 'indicator'
   labelled = (rows.labels >= 0).any(axis=1)
   given = rows.features[labelled], y[labelled]
-  return noise_test(*given, C=REFIT_C, target=target, location=location, **settings)
+  return estimators.noise_gain.noise_test(
+    *given, C=estimators.noise_gain.REFIT_C, target=target, location=location, **settings
+  )
 
 
 def of_runs(settings: Settings, fits: Mapping[str, Any]) -> reporting.Report:
@@ -150,10 +143,7 @@ def of_runs(settings: Settings, fits: Mapping[str, Any]) -> reporting.Report:
   Raises:
     ValueError: a run is none of DET, or the split does not fit.
   """
-  from het_plugin.commands import evaluate  # imports what files do not need
-  from het_plugin.runs import configuration
-
-  configs = [configuration(source, *settings.gin) for source in settings.checkpoint]
+  configs = [runs.configuration(source, *settings.gin) for source in settings.checkpoint]
   for config in configs:
     path = config.checkpoint.path
     if config.checkpoint.step is None:
@@ -181,7 +171,7 @@ def check_run(checkpoint: str, model: Any) -> None:
     )
 
 
-def make_report(found: Mapping[str, Result], where: str) -> reporting.Report:
+def make_report(found: Mapping[str, estimators.noise_gain.Result], where: str) -> reporting.Report:
   """A report of the tests of rows or of runs, by name; `where` says which examples they are of."""
   shown = []
   rows = []
@@ -190,7 +180,7 @@ def make_report(found: Mapping[str, Result], where: str) -> reporting.Report:
     of_all: dict[str, Any] = {'nll_det': result.nll, 'gradient': result.gradient}
     of_all |= {'seconds': result.seconds, 'num_rows': result.num_rows}
     if result.refit is not None:
-      refit = float(result.refit.mean()), uncertainty.stderr(result.refit)
+      refit = float(result.refit.mean()), measures.uncertainty.stderr(result.refit)
       of_all |= {'refit': refit[0], 'refit_stderr': refit[1]}
       notes.append(
         f'{name}: fitting W of DET to such examples gains {_pm(*refit)}. All gains are over that.'
@@ -198,7 +188,7 @@ def make_report(found: Mapping[str, Result], where: str) -> reporting.Report:
     for tested in result.tested:
       row = tested.row()
       rows.append({'name': name, **row, **of_all})
-      title = TITLES.get(tested.name, tested.name)
+      title = estimators.noise_gain.TITLES.get(tested.name, tested.name)
       errors = {'gain': row['stderr'], 'gain at constant noise': row.get('constant_stderr')}
       price = None if row['price'] is None else f'{row["price"]:.3g}'
       shown.append(
@@ -211,10 +201,11 @@ def make_report(found: Mapping[str, Result], where: str) -> reporting.Report:
           'stderr': errors,
         }
       )
-    gains = {t.name: _pm(t.gain.mean(), uncertainty.stderr(t.gain)) for t in result.tested}
-    hidden = gains.pop(HIDDEN)
+    gains = {t.name: _pm(t.gain.mean(), measures.uncertainty.stderr(t.gain)) for t in result.tested}
+    hidden = gains.pop(estimators.noise_gain.HIDDEN)
     lines = [
-      f'{TITLES[x]} would gain {gain} nats; a hidden layer {hidden}.' for x, gain in gains.items()
+      f'{estimators.noise_gain.TITLES[x]} would gain {gain} nats; a hidden layer {hidden}.'
+      for x, gain in gains.items()
     ]
     notes = [*(lines if len(found) == 1 else [f'{name}: {line}' for line in lines]), *notes]
     if result.gradient > result.tol:
@@ -229,7 +220,7 @@ def make_report(found: Mapping[str, Result], where: str) -> reporting.Report:
     'standard error over examples. price: p / (2N) of the noise without regularisation. '
     'constant noise: the same for all x. chosen: what the other folds choose for the first one: '
     'none, constant noise, or C_noise / C, the strength of the noise or of the hidden layer. '
-    f'{HIDDEN}: {NUM_HIDDEN} random units beside W.'
+    f'{estimators.noise_gain.HIDDEN}: {estimators.noise_gain.NUM_HIDDEN} random units beside W.'
   )
   return reporting.Report(
     title='What noise would gain over DET',

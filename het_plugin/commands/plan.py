@@ -21,9 +21,7 @@ import sys
 from typing import Literal
 
 from het_plugin import reporting
-from het_plugin.cli.settings import Gin
-from het_plugin.planning import report, search, topology, worker
-from het_plugin.planning.search import HEADS
+from het_plugin.cli.settings import HEADS, Gin
 from het_plugin.system import run_files
 from het_plugin.system.ranges import Count
 
@@ -64,6 +62,8 @@ class Settings(Gin):
 
 def run(settings: Settings) -> None:
   """Compiles, prints what it found, and writes it after each step, which takes minutes."""
+  from het_plugin.planning import report, search, topology, worker  # import JAX
+
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the process that compiles, too
   mesh = settings.mesh and list(settings.mesh)
   topology.check(settings.topology, settings.num_slices, mesh)

@@ -9,6 +9,8 @@ predictive distribution in nats. --dataset is an image file, a folder that is se
 `het_plugin.evaluate --save_predictions` writes them, may take the place of checkpoint and data set.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
@@ -20,18 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from het_plugin import data, reporting
+from het_plugin import data, measures, reporting, runs, weights
 from het_plugin.cli.settings import Gin, Processes
-from het_plugin.data import preprocess
-from het_plugin.data.array_source import check_channels
-from het_plugin.data.image_folder import SUFFIXES, image_files, read_bytes, typical_side
-from het_plugin.measures import uncertainty
 from het_plugin.rows import Rows, read
 from het_plugin.rows.files import reading
-from het_plugin.runs import open_run
-from het_plugin.runs.run import Run
 from het_plugin.system.ranges import Count
-from het_plugin.weights import is_weights_file
 
 _log = logging.getLogger(__name__)
 _SPLIT = 'all'
@@ -64,7 +59,7 @@ def run(settings: Settings) -> reporting.Report:
   checkpoint = settings.checkpoint
   if not checkpoint:
     raise ValueError('--checkpoint is needed')
-  if is_weights_file(checkpoint):
+  if weights.is_weights_file(checkpoint):
     if settings.dataset:
       raise ValueError(
         f'--checkpoint={checkpoint} is a file: with --dataset it must be the directory of a run. A '
@@ -77,7 +72,7 @@ def run(settings: Settings) -> reporting.Report:
       raise ValueError(f'--dataset is needed for the run --checkpoint={checkpoint}')
     images = Images(settings.dataset)  # before the model: its path may be wrong
     settings.join()
-    opened = open_run(checkpoint, *settings.gin)
+    opened = runs.open_run(checkpoint, *settings.gin)
     found = predict(opened, images, settings.top, settings.batch_size)
   return reporting.Report(
     title='Predictions',
@@ -114,14 +109,14 @@ class Images:
         if 'image' not in arrays:
           raise ValueError(f'it has no array image; it has {", ".join(arrays.files)}')
         images = arrays['image']
-        is_one = images.ndim == 3 and images.shape[-1] in preprocess.MODES  # [H, W, C]
+        is_one = images.ndim == 3 and images.shape[-1] in data.preprocess.MODES  # [H, W, C]
         numbers = images.dtype == np.uint8 or images.dtype.kind == 'f'
         if images.ndim not in (3, 4) or 0 in images.shape[1:] or is_one or not numbers:
           raise ValueError(
             f'image is {images.dtype} {list(images.shape)}; it must be uint8, or floats in [0, 1], '
             '[N, H, W] or [N, H, W, C], with N = 1 for a single image'
           )
-        check_channels(images.shape, arrays)
+        data.array_source.check_channels(images.shape, arrays)
         if images.dtype != np.uint8:
           if images.size and not (images.min() >= 0 and images.max() <= 1):  # NaN is neither
             raise ValueError(
@@ -134,18 +129,23 @@ class Images:
       channels = self._images.shape[-1]
     else:
       found = root.rglob('*') if root.is_dir() else [root]
-      self.files = image_files([x for x in found if x.is_file()])
+      self.files = data.image_folder.image_files([x for x in found if x.is_file()])
       # A name may have bytes that are not text, which no file of results can hold.
       self.names = [os.fsencode(x).decode('utf-8', 'backslashreplace') for x in self.files]
     if not self.names:
       raise ValueError(
-        f'--dataset={path} holds no images: a .npz file or files of {", ".join(SUFFIXES)}'
+        f'--dataset={path} holds no images: a .npz file or files of '
+        f'{", ".join(data.image_folder.SUFFIXES)}'
       )
     # Only a multi-label task may have images without a label.
     self.info = data.TaskInfo(1, True, channels, None, {_SPLIT: len(self.names)})
 
   def read(self, split: str, ids: np.ndarray, size: int, seed: int) -> tuple[list, np.ndarray]:
-    images = self._images[ids] if self.is_array else [read_bytes(self.files[i]) for i in ids]
+    images = (
+      self._images[ids]
+      if self.is_array
+      else [data.image_folder.read_bytes(self.files[i]) for i in ids]
+    )
     return images, np.full((len(ids), 1), -1, np.int32)
 
   def describe(self, split: str, example_id: int) -> str:
@@ -153,7 +153,7 @@ class Images:
 
 
 def predict(
-  run: Run, images: 'str | Images', top: int = 5, batch_size: int = 256
+  run: runs.Run, images: str | Images, top: int = 5, batch_size: int = 256
 ) -> list[dict[str, Any]]:
   """The most probable classes of images, by the run's evaluation integrator.
 
@@ -179,7 +179,9 @@ def predict(
   try:
     photo = tasks.get_task(run.task).eval_preprocessors
   except ValueError:  # the training data are not here
-    photo = tasks.absent_eval_preprocessors(run.task, lambda: typical_side(images.files))
+    photo = tasks.absent_eval_preprocessors(
+      run.task, lambda: data.image_folder.typical_side(images.files)
+    )
   config = data.one_pass(
     tasks.ImageTask(images.path, images, (), () if images.is_array else photo),
     _SPLIT,
@@ -217,7 +219,7 @@ def most_probable(
     A row per example: 'image', its name; 'entropy' of the predictive distribution in nats; and
     'top', classes in order with 'class', 'name' and 'probability'.
   """
-  entropy = uncertainty.uncertainty(**rows.predictive).entropy
+  entropy = measures.uncertainty.uncertainty(**rows.predictive).entropy
   order = np.argsort(-rows.log_prob, axis=1, kind='stable')[:, :top]  # [N, top]
   probability = np.exp(np.take_along_axis(rows.log_prob, order, axis=1))
   called = rows.class_names

@@ -14,6 +14,8 @@ every fit chooses no noise or a share of C by the same rule, on a fifth of its o
 a whole fit for each value; auto has short ones, each from the end of the one before.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import time
@@ -22,23 +24,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from sklearn.model_selection import KFold
 
-from het_plugin import reporting
+from het_plugin import estimators, evaluation, measures, reporting, runs
 from het_plugin.commands._rows import FileOrArrays, RowsSettings, files_of, read
-from het_plugin.estimators import inputs, resuming
-from het_plugin.estimators import probe as grid
-from het_plugin.estimators.classifier import HeadClassifier
-from het_plugin.estimators.probe import (
-  are_known,
-  fit_best,
-  fit_titles,
-  num_noise_params,
-  price,
-)
 from het_plugin.evaluation.names import task_name
-from het_plugin.evaluation.uncertainty_report import calibration_figures
-from het_plugin.measures import agreement, uncertainty, votes
+from het_plugin.measures import votes
 from het_plugin.measures.comparison import EXTREME, extreme_share
 from het_plugin.rows import Rows, check_pair, concatenate
 from het_plugin.rows.labels import are_marks
@@ -102,12 +92,12 @@ class Settings(RowsSettings):
   html: str | None = None
 
   @property
-  def fits(self) -> grid.Settings:
+  def fits(self) -> estimators.probe.Settings:
     """Settings of the fits."""
     same = 'heads baseline folds validation num_samples tol max_iter seed target mesh'.split()
     same += ['num_factors', 'hidden_layers', 'tau']
     of_c = {'c': self.C, 'c_noise': self.C_noise}
-    return grid.Settings(**of_c, **self.chosen(*same))
+    return estimators.probe.Settings(**of_c, **self.chosen(*same))
 
 
 def run(settings: Settings) -> reporting.Report:
@@ -126,18 +116,14 @@ def run(settings: Settings) -> reporting.Report:
     splits = settings.splits or _usual_splits(settings.dataset)
     train, *others = settings.represented('het_plugin.probe', splits)
     test = others[0] if others else None
-  from het_plugin.runs import sources  # imports what --help does not need
-
-  train = sources.rows_or_file(train, 'train')
-  test = test and sources.rows_or_file(test)
-  ood = settings.ood and sources.rows_or_file(settings.ood)
+  train = runs.sources.rows_or_file(train, 'train')
+  test = test and runs.sources.rows_or_file(test)
+  ood = settings.ood and runs.sources.rows_or_file(settings.ood)
   return probe(train, test or None, fits, ood, settings.unfinished)
 
 
 def _usual_splits(dataset: str) -> list[str]:
-  from het_plugin.runs.run import default_split  # imports what files do not need
-
-  return ['train', default_split(task_name(dataset))]
+  return ['train', runs.run.default_split(task_name(dataset))]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,7 +133,7 @@ class Outcome:
   """
 
   head: str
-  scores: uncertainty.ExampleScores
+  scores: measures.uncertainty.ExampleScores
   fold: np.ndarray
   chosen: Sequence[dict[str, Any]]
   seconds: float
@@ -160,7 +146,7 @@ class Outcome:
 def probe(
   train: FileOrArrays,
   test: FileOrArrays | None,
-  settings: grid.Settings,
+  settings: estimators.probe.Settings,
   ood: FileOrArrays | None = None,
   unfinished: Path | None = None,
 ) -> reporting.Report:
@@ -214,8 +200,8 @@ def probe(
     _columns(test_rows.labels, classes)
   rows = (train_rows, y, test_rows, ood_rows)
   starts = {}
-  titles = fit_titles(settings, settings.folds if test is None else 1)
-  with resuming.kept(unfinished, settings, train_rows):
+  titles = estimators.probe.fit_titles(settings, settings.folds if test is None else 1)
+  with estimators.resuming.kept(unfinished, settings, train_rows):
     outcomes = [_outcome(head, *rows, settings, starts, titles) for head in settings.heads]
   baseline = settings.baseline or settings.heads[0]
   first = next(x for x in outcomes if x.head == baseline)
@@ -251,9 +237,11 @@ def probe(
     rows=[_shown(row) for row in rows],
     row_title='head',
     notes=notes,
-    draw=lambda: calibration_figures({x.head: x.scores for x in outcomes}),
+    draw=lambda: evaluation.uncertainty_report.calibration_figures(
+      {x.head: x.scores for x in outcomes}
+    ),
     json=rows,
-    written=functools.partial(resuming.forget, unfinished),
+    written=functools.partial(estimators.resuming.forget, unfinished),
   )
 
 
@@ -301,6 +289,8 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
   if test is not None:
     splits = [(np.arange(len(y)), np.arange(len(test)))]
   else:
+    from sklearn.model_selection import KFold
+
     splits = list(KFold(settings.folds, shuffle=True, random_state=settings.seed).split(y))
   parts = []
   folds = []
@@ -310,36 +300,36 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
   agreements = []
   for number, (fitted, known) in enumerate(splits):
     if test is None and (settings.target == 'votes' or y.ndim == 1):  # others have no probability
-      seen = are_known(train.labels[known], train.labels[fitted])
+      seen = estimators.probe.are_known(train.labels[known], train.labels[fitted])
       left_out = left_out + int((~seen).sum())
       known = known[seen]
       if not len(known):  # nothing to score
         continue
     of_fold = train.features, y, fitted, settings, starts, titles
-    estimator, point, failures = fit_best(head, *of_fold)
+    estimator, point, failures = estimators.probe.fit_best(head, *of_fold)
     rows = train if test is None else test
-    of_parts = inputs.parts(known, rows.features)
+    of_parts = estimators.inputs.parts(known, rows.features)
     predictions = concatenate([_predictions(estimator, rows.take(part)) for part in of_parts])
-    parts.append(uncertainty.score_examples(**predictions.labelled, ks=(1,)))
+    parts.append(measures.uncertainty.score_examples(**predictions.labelled, ks=(1,)))
     if predictions.link == 'softmax':
       ood_log_p = None if ood is None else estimator.predict_log_proba(ood)
       of_people = predictions.log_prob, predictions.labels, predictions.label_weight
-      people = agreement.score_examples(*of_people)
-      agreements.append(agreement.summarize(people, ood_log_p))
+      people = measures.agreement.score_examples(*of_people)
+      agreements.append(measures.agreement.summarize(people, ood_log_p))
     folds.append(np.full(len(known), number))
     chosen.append(point)
     unfinished += failures
   seconds = time.perf_counter() - start
   return Outcome(
     head,
-    uncertainty.concatenate(parts),
+    measures.uncertainty.concatenate(parts),
     np.concatenate(folds),
     chosen,
     seconds,
     unfinished,
     left_out,
     {name: float(np.mean([x[name] for x in agreements])) for name in (agreements or [{}])[0]},
-    price(num_noise_params(estimator), len(fitted)),
+    estimators.probe.price(estimators.probe.num_noise_params(estimator), len(fitted)),
   )
 
 
@@ -356,7 +346,7 @@ def _ends_of_the_grid(outcome, settings):
         yield f'{outcome.head}: {where}: try {beyond} ones.'
 
 
-def _predictions(estimator: HeadClassifier, rows: Rows) -> Rows:
+def _predictions(estimator: estimators.classifier.HeadClassifier, rows: Rows) -> Rows:
   """What the estimator predicts for the rows, with class numbers as labels."""
   labels = _columns(rows.labels, estimator.classes_).astype(np.int32)
   columns = {'log_prob': np.minimum(estimator.predict_log_proba(rows.features), 0.0)}
@@ -371,7 +361,7 @@ def _predictions(estimator: HeadClassifier, rows: Rows) -> Rows:
 
 def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:
   """All results of a head as JSON values."""
-  summary = uncertainty.summarize(outcome.scores)
+  summary = measures.uncertainty.summarize(outcome.scores)
   row: dict[str, Any] = {'head': outcome.head}
   names = ('nll', 'precision_at_1', 'ece', 'brier')
   row |= {name: summary.pop(name) for name in names}
@@ -383,7 +373,7 @@ def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:
       name: _over_folds(_values(outcome.scores, name), outcome.fold) for name in _COMPARED
     }
   if outcome is not first:
-    difference = uncertainty.difference(outcome.scores, first.scores)
+    difference = measures.uncertainty.difference(outcome.scores, first.scores)
     gap = _sorted_by_index(outcome.scores) - _sorted_by_index(first.scores)
     difference['extreme'] = extreme_share(gap)
     if in_folds:
@@ -404,7 +394,7 @@ def _values(scores, name):
 def _over_folds(values, fold) -> float | None:
   """Standard error of the mean over folds."""
   means = np.array([values[fold == f].mean() for f in np.unique(fold)])
-  return uncertainty.stderr(means)
+  return measures.uncertainty.stderr(means)
 
 
 def _shown(row):

@@ -10,6 +10,8 @@ published file, whose model --gin_file gives.
 --arrays=FILE in place of --checkpoint and --dataset turns arrays made elsewhere into such files.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
@@ -19,22 +21,20 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import flax
-import jax
 import numpy as np
 
-from het_plugin import data, reporting, runs
+from het_plugin import data, reporting, runs, system
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Gin, OneOf, Processes
 from het_plugin.evaluation.names import task_name
 from het_plugin.rows import files
-from het_plugin.runs import unfinished
-from het_plugin.runs.run import POOLS, params_fingerprint
-from het_plugin.runs.unfinished import SplitFiles
-from het_plugin.system import processes, run_files
+from het_plugin.system import run_files
 from het_plugin.system.ranges import Count
+
+if TYPE_CHECKING:
+  import jax
 
 _PROGRAM = 'het_plugin.represent'
 _ARRAYS_LAYER = 'features'
@@ -81,7 +81,7 @@ class Settings(Gin, Processes):
   dataset: str | None = None
   splits: str | None = None
   layers: tuple[str, ...] = ('pre_logits',)
-  pool: Annotated[str, OneOf(POOLS)] = 'mean'
+  pool: Literal['mean', 'none'] = 'mean'
   arrays: str | None = None
   output_dir: str | None = None
   format: Annotated[str, OneOf(('safetensors', 'npz'))] = 'safetensors'
@@ -137,7 +137,7 @@ def represent(settings: Settings, program: str = _PROGRAM) -> dict[str, Any]:
   _check_fit(opened, layers, settings.pool, settings.dtype, spec)
   made_from = {
     'step': opened.step,
-    'params': params_fingerprint(opened.params),
+    'params': runs.run.params_fingerprint(opened.params),
     'dataset': task,
     'dataset_version': info.version,
     'pool': settings.pool,
@@ -148,7 +148,9 @@ def represent(settings: Settings, program: str = _PROGRAM) -> dict[str, Any]:
   }
   folder = output_dir / folder_name(task)
   suffix = f'.{settings.format}'
-  written = {x: SplitFiles(folder, x, suffix, {**made_from, 'split': x}) for x in names}
+  written = {
+    x: runs.unfinished.SplitFiles(folder, x, suffix, {**made_from, 'split': x}) for x in names
+  }
   # All errors of settings are found before the first split is begun.
   pending = {split: written[split].pending(layers, settings.overwrite) for split in names}
   provenance = {'checkpoint': opened.checkpoint, **reporting.provenance(program)}
@@ -177,7 +179,7 @@ def represent(settings: Settings, program: str = _PROGRAM) -> dict[str, Any]:
       computed = progress.count - left.num_rows
       speed = {'seconds': seconds, 'images_per_second': computed / seconds}
     describe = functools.partial(_rows, written[split], layers, left.layers, speed)
-    rows += json.loads(processes.in_the_first(describe))
+    rows += json.loads(system.processes.in_the_first(describe))
   return {'checkpoint': opened.checkpoint, 'step': opened.step, 'dataset': task, 'files': rows}
 
 
@@ -198,7 +200,7 @@ def folder_name(task: str) -> str:
     'tfds': argument,
     **dict.fromkeys(_SHARDED, '_'.join([stem, *settings])),
   }
-  return unfinished.safe_name(names.get(prefix, task))
+  return runs.unfinished.safe_name(names.get(prefix, task))
 
 
 def choose_splits(task: str, info: data.TaskInfo, given: str | None) -> list[str]:
@@ -217,7 +219,7 @@ def choose_splits(task: str, info: data.TaskInfo, given: str | None) -> list[str
 
 
 def _check_file_names(splits: Sequence[str], given: str) -> None:
-  if len({unfinished.safe_name(name) for name in splits}) != len(splits):
+  if len({runs.unfinished.safe_name(name) for name in splits}) != len(splits):
     raise ValueError(f'{given}: two of the splits {", ".join(splits)} give the same file name')
 
 
@@ -229,6 +231,8 @@ def _check_fit(
   spec: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
   """Raises ValueError for layers or image sizes that do not fit the model; compiles nothing."""
+  import flax
+
   shape = list(spec['image'].shape[1:])
   try:
     columns = [rows_lib.column(layer) for layer in layers]
@@ -249,6 +253,8 @@ def convert(settings: Settings) -> dict[str, Any]:
 
   Returns the source and, under 'files', a row per file.
   """
+  import jax
+
   source = settings.arrays
   output_dir = _local(settings.output_dir)
   path, split = files.partition_source(source)
@@ -256,7 +262,7 @@ def convert(settings: Settings) -> dict[str, Any]:
   _check_file_names(names, f'--arrays={source}')
   wanted = {name: f'{path}:{name}' for name in names} or {_ARRAYS_SPLIT: source}
   paths = path.split(',') if path.endswith('.npy') else [path]
-  folder = output_dir / unfinished.safe_name(Path(paths[0]).stem)
+  folder = output_dir / runs.unfinished.safe_name(Path(paths[0]).stem)
   rows = []
   digests = None
   for name, part in wanted.items():
@@ -264,10 +270,10 @@ def convert(settings: Settings) -> dict[str, Any]:
     digests = digests or [_sha256(path) for path in paths]
     with np.errstate(over='ignore'):  # the next line raises
       features = read.features.astype(jax.numpy.dtype(settings.dtype))
-    if wrong := unfinished.not_finite(_ARRAYS_LAYER, features, read.index):
+    if wrong := runs.unfinished.not_finite(_ARRAYS_LAYER, features, read.index):
       raise ValueError(wrong)
     made_from = {'source': part, 'sha256': digests, 'dtype': settings.dtype, 'split': name}
-    target = SplitFiles(folder, name, f'.{settings.format}', made_from)
+    target = runs.unfinished.SplitFiles(folder, name, f'.{settings.format}', made_from)
     pending = target.pending([_ARRAYS_LAYER], settings.overwrite).layers
     if pending:
       about = {'layer': _ARRAYS_LAYER, 'num_examples': len(features), 'dim': features.shape[1]}
@@ -285,13 +291,18 @@ def _sha256(path: str) -> str:
 
 
 def _rows(
-  target: SplitFiles, layers: Sequence[str], new: Sequence[str], speed: Mapping[str, float]
+  target: runs.unfinished.SplitFiles,
+  layers: Sequence[str],
+  new: Sequence[str],
+  speed: Mapping[str, float],
 ) -> str:
   """The rows of a split's files as JSON; `speed` is of the `new` layers."""
   return json.dumps([_row(target, layer, speed if layer in new else None) for layer in layers])
 
 
-def _row(target: SplitFiles, layer: str, speed: Mapping[str, float] | None) -> dict[str, Any]:
+def _row(
+  target: runs.unfinished.SplitFiles, layer: str, speed: Mapping[str, float] | None
+) -> dict[str, Any]:
   """The row of a file; speed is None if the file was already complete."""
   source = target.source(layer)
   if speed is None:

@@ -15,29 +15,21 @@ Give one source per candidate, separated by commas or with a flag each. Files ar
 both. A flag that a subcommand does not read is refused.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from het_plugin import reporting
+from het_plugin import evaluation, measures, reporting, runs
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Gin, OneOf, Repeated
-from het_plugin.evaluation.candidates import (
-  candidate_names,
-  check_representations,
-  number_to_keep,
-  read_softmax_predictions,
-  same_predictions,
-  split_sources,
-)
 from het_plugin.evaluation.names import naming
 from het_plugin.measures import fewshot, greedy_ensemble, votes
 from het_plugin.measures import knn as neighbors
-from het_plugin.measures import rankme as effective_rank
 from het_plugin.measures.ranking import best_first, rank_agreement
-from het_plugin.runs.sources import open_source
 from het_plugin.system.ranges import Count
 
 _MEMBERS = ('max_members', 'replacement')
@@ -89,7 +81,7 @@ class Settings(Gin):
   shots: tuple[Count, ...] = (1, 5, 10, 25)
   seeds: tuple[int, ...] = (0, 1, 2)
   l2: float | Literal['loo', 'heldout'] = 'loo'
-  max_examples: Count = effective_rank.MAX_EXAMPLES
+  max_examples: Count = measures.rankme.MAX_EXAMPLES
   max_members: Count = 10
   replacement: bool = True
   json: str | None = None
@@ -100,8 +92,8 @@ class Settings(Gin):
 def knn(settings: Settings) -> reporting.Report:
   """k-nearest-neighbour accuracy of every candidate, on test files or leaving one out; RankMe."""
   train, test, k = settings.train, settings.test, settings.k
-  names = candidate_names(settings.names, train, test)
-  check_representations(train, test)
+  names = evaluation.candidates.candidate_names(settings.names, train, test)
+  evaluation.candidates.check_representations(train, test)
   sources = zip(train, test, strict=True) if test else zip(train)
   rows = [_measured(name, of_name, settings) for name, of_name in zip(names, sources, strict=True)]
   rows.sort(key=lambda row: -row['accuracy'][k[0]])
@@ -128,11 +120,11 @@ def rank(settings: Settings) -> reporting.Report:
   train, test, k = settings.train, settings.test, settings.k
   shots = settings.shots
   fewshot.check_settings(shots, settings.seeds, settings.l2)
-  names = candidate_names(settings.names, train, test)
+  names = evaluation.candidates.candidate_names(settings.names, train, test)
   if not test:
     raise ValueError('--test is not set; rank measures few-shot accuracy on test files')
-  num_kept = number_to_keep(settings.keep, names)
-  check_representations(train, test)
+  num_kept = evaluation.candidates.number_to_keep(settings.keep, names)
+  evaluation.candidates.check_representations(train, test)
 
   rows = [_measured(name, [source], settings) for name, source in zip(names, train, strict=True)]
   order = best_first([row['accuracy'][k[0]] for row in rows])
@@ -186,14 +178,14 @@ def rank(settings: Settings) -> reporting.Report:
 def ensemble(settings: Settings) -> reporting.Report:
   """A greedy ensemble beside the best single candidate and the average of all."""
   validation, test = settings.validation, settings.test
-  names = candidate_names(settings.names, validation, test, flag='validation')
+  names = evaluation.candidates.candidate_names(settings.names, validation, test, flag='validation')
   # The test files are also read now, so that a wrong one is found before anything is computed.
   labels = []
   meanings = []
-  for read in same_predictions(validation, 'validation'):
+  for read in evaluation.candidates.same_predictions(validation, 'validation'):
     labels.append(read.label_log_prob)
     meanings.append(read.meaning)
-  for i, of_test in enumerate(same_predictions(test, 'test')):
+  for i, of_test in enumerate(evaluation.candidates.same_predictions(test, 'test')):
     rows_lib.check_pair((validation[i], test[i]), (meanings[i], of_test.meaning))
 
   members, path = greedy_ensemble.greedy_ensemble(np.stack(labels), **settings.chosen(*_MEMBERS))
@@ -273,7 +265,7 @@ def run(settings: Settings) -> reporting.Report:
   settings.refuse(['gin_file', 'gin_bindings'], f'{measure}, which reads files only')
   sources = settings.chosen('train', 'validation', 'test')
   split = {
-    name: tuple(source for text in texts for source in split_sources(text))
+    name: tuple(source for text in texts for source in evaluation.candidates.split_sources(text))
     for name, texts in sources.items()
   }
   return MEASURES[measure](dataclasses.replace(settings, **split))
@@ -285,18 +277,18 @@ def _figure(png: bytes, caption: str) -> dict[str, reporting.Figure]:
 
 def _measured(name: str, sources: Sequence[str], settings: Settings) -> dict[str, Any]:
   """The row of a candidate in the JSON, from (train, test), or leaving one out from (train,)."""
-  opened = map(open_source, sources)
+  opened = map(runs.sources.open_source, sources)
   splits = [source.rows(split) for source, split in zip(opened, ('train', None), strict=False)]
   arrays = []
   for source, split in zip(sources, splits, strict=True):
     with naming(source):
       arrays += [split.features, split.consensus]
-  sigma = effective_rank.singular_values(splits[0].features, settings.max_examples)
+  sigma = measures.rankme.singular_values(splits[0].features, settings.max_examples)
   return {
     'candidate': name,
     'pre_logits_dim': splits[0].features.shape[1],
     'accuracy': neighbors.knn_accuracy(*arrays, ks=settings.k, metric=settings.metric),
-    'rankme': effective_rank.rankme(sigma),
+    'rankme': measures.rankme.rankme(sigma),
   }
 
 
@@ -315,8 +307,8 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
 
 def _few_shot(train: str, test: str, **settings) -> dict[int, fewshot.FewShotResult]:
   """{shots: result} of a candidate."""
-  fit = open_source(train).rows('train')
-  new = open_source(test).rows()
+  fit = runs.sources.open_source(train).rows('train')
+  new = runs.sources.open_source(test).rows()
   with naming(train):
     y = fit.consensus
   with naming(test):
@@ -328,9 +320,10 @@ def _mixture_scores(
   sources: Sequence[str], split: str, weights: np.ndarray
 ) -> list[tuple[float, float]]:
   """(NLL, accuracy) of mixtures of the candidates with weights [E, C]."""
-  label = read_softmax_predictions(sources[0], split).label
+  label = evaluation.candidates.read_softmax_predictions(sources[0], split).label
   log_probs = greedy_ensemble.mixture_log_prob(
-    (read_softmax_predictions(source, split).log_prob for source in sources), weights
+    (evaluation.candidates.read_softmax_predictions(source, split).log_prob for source in sources),
+    weights,
   )
   scores = []
   for log_prob in log_probs:  # [N, K]

@@ -8,23 +8,18 @@ checkpoints that were fine-tuned from the same parameters; averages of runs from
 initialisations predict no better than chance.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from etils import epath
-from flax import core, traverse_util
 
-from het_plugin import data, reporting, runs
+from het_plugin import data, evaluation, measures, reporting, runs, training
 from het_plugin.cli.settings import Gin, Processes, Repeated
-from het_plugin.evaluation.candidates import candidate_names, split_sources
-from het_plugin.measures import uncertainty
 from het_plugin.system.ranges import Count
-from het_plugin.training import checkpoint_reader, checkpoints, class_names
-from het_plugin.training.state import TrainState
 
 PyTree = Any
 UNIFORM = 'uniform'
@@ -79,15 +74,20 @@ class Settings(Gin, Processes):
 
 def run(settings: Settings) -> reporting.Report:
   """The uniform and the greedy soup beside the best single candidate."""
-  checkpoint = [source for text in settings.checkpoint for source in split_sources(text)]
+  import jax
+  from flax import traverse_util
+
+  checkpoint = [
+    source for text in settings.checkpoint for source in evaluation.candidates.split_sources(text)
+  ]
   output_dir = settings.output_dir
   split = settings.split
-  names = candidate_names(settings.names, checkpoint, flag='checkpoint')
+  names = evaluation.candidates.candidate_names(settings.names, checkpoint, flag='checkpoint')
   if not output_dir:
     raise ValueError('--output_dir is not set: name the folder for the soups')
   folders = {name: epath.Path(output_dir) / name for name in (GREEDY, UNIFORM)}
   for folder in folders.values():
-    if checkpoint_reader.steps(folder):
+    if training.checkpoint_reader.steps(folder):
       raise ValueError(f'{folder} holds a checkpoint already: take another --output_dir')
   settings.join()
   found = [runs.Checkpoint.find(source) for source in checkpoint]
@@ -101,19 +101,19 @@ def run(settings: Settings) -> reporting.Report:
   opened = config.open()
   for source, other in zip(checkpoint[1:], found[1:], strict=True):
     _check_like(checkpoint[0], config, source, runs.configuration(other, *settings.gin))
-    class_names.check(f'--checkpoint={source}', other.class_names, opened.class_names)
+    training.class_names.check(f'--checkpoint={source}', other.class_names, opened.class_names)
   task = settings.dataset or opened.task
   info = data.classification_info(task)
   opened.model.validate(info)
-  class_names.check(f'--dataset={task}', info.class_names, opened.class_names)
+  training.class_names.check(f'--dataset={task}', info.class_names, opened.class_names)
 
   def score_of(params: PyTree) -> dict[str, float]:
     averaged = dataclasses.replace(opened, params=params)
     what = {'task': task, 'name': f'--split={split}', 'batch_size': settings.batch_size}
     with opened.open_split(split, **what) as (batches, _):
       parts = averaged.stream(batches, ('log_prob',), settings.batch_size)
-      scored = [uncertainty.score_examples(**part.labelled, ks=(1,)) for part in parts]
-    scores = uncertainty.concatenate(scored)
+      scored = [measures.uncertainty.score_examples(**part.labelled, ks=(1,)) for part in parts]
+    scores = measures.uncertainty.concatenate(scored)
     return {'nll': float(scores.nll.mean()), SCORE: float(scores.precision[1].mean())}
 
   target = jax.tree.map(
@@ -170,19 +170,24 @@ def run(settings: Settings) -> reporting.Report:
 
 def _write_run(folder: epath.Path, run: Any, params: PyTree, config: str, ema: bool) -> None:
   """A run directory with one checkpoint, without the state of an optimizer."""
+  import jax
+  from flax import core
+
   if ema:
     config += '\n# These parameters are averages already.\nwith_ema.evaluate = False\n'
-  checkpointer = checkpoints.Checkpointer(
-    folder, checkpoints.SaveCheckpointConfig(period=1, save_dataset=False)
+  checkpointer = training.checkpoints.Checkpointer(
+    folder, training.checkpoints.SaveCheckpointConfig(period=1, save_dataset=False)
   )
-  state = TrainState(jnp.asarray(run.step, jnp.int32), params, (), None, core.FrozenDict())
+  state = training.state.TrainState(
+    jax.numpy.asarray(run.step, 'int32'), params, (), None, core.FrozenDict()
+  )
   checkpointer.save(run.step, state, {}, {'config': config, 'evaluated': True})
   checkpointer.wait_until_finished()
   checkpointer.close()
   if jax.process_index() == 0:
     (folder / 'config.gin').write_text(config)
     if run.class_names:
-      class_names.write(folder, run.class_names)
+      training.class_names.write(folder, run.class_names)
 
 
 def _check_like(

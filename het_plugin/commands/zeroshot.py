@@ -12,34 +12,18 @@ checkpoints of several seeds. For groups, means and standard errors are printed,
 each group against the first (table 6 of Collier et al. 2023).
 """
 
+from __future__ import annotations
+
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from het_plugin import reporting, runs
+from het_plugin import evaluation, reporting, runs
 from het_plugin.cli.settings import Gin, Processes, Repeated
-from het_plugin.evaluation import zeroshot
 from het_plugin.evaluation.names import check_names, choose_names, named_task, naming, short_names
-from het_plugin.evaluation.zeroshot_datasets import (
-  DEFAULT_DATASETS,
-  ZeroShotDataset,
-  ZeroShotEvaluator,
-  check_model,
-  has_captions,
-  run_tokenizer,
-)
 from het_plugin.measures import comparison
-from het_plugin.runs.opening import PUBLISHED_PAIRS
-from het_plugin.runs.run import default_split
 from het_plugin.system.ranges import Count
-
-_TABLES = {
-  'Zero-shot classification': ('top1', 'top5'),
-  'Retrieval: recall at k': tuple(
-    f'{way}/recall{k}' for way in zeroshot.WAYS for k in zeroshot.RECALL_AT
-  ),
-}
-
 
 _OF_DATASETS = (
   'split',
@@ -130,29 +114,31 @@ def choose_runs(
 
 def choose_datasets(
   texts: Sequence[str] | None,
-  bound: Sequence[ZeroShotDataset] | None,
+  bound: Sequence[evaluation.ZeroShotDataset] | None,
   changes: Mapping[str, Any],
-) -> tuple[ZeroShotDataset, ...]:
+) -> tuple[evaluation.ZeroShotDataset, ...]:
   """The data sets of --dataset (names of bound ones, tasks, or NAME=TASK), or all that are bound.
 
   `changes` replace settings of the data sets; None leaves a setting.
   """
-  known = {dataset.name: dataset for dataset in bound or DEFAULT_DATASETS}
+  bound = bound or evaluation.zeroshot_datasets.DEFAULT_DATASETS
+  known = {dataset.name: dataset for dataset in bound}
   changes = {name: value for name, value in changes.items() if value is not None}
   chosen = []
   for text in known if texts is None else texts:
     dataset = known.get(text)
     if dataset is None:
       name, task = named_task(text)
-      dataset = ZeroShotDataset(name, task, changes.get('split') or default_split(task))
+      split = changes.get('split') or runs.run.default_split(task)
+      dataset = evaluation.ZeroShotDataset(name, task, split)
     chosen.append(dataclasses.replace(dataset, **changes))
   check_names(chosen, '--dataset')
   return tuple(chosen)
 
 
-def check_changes(chosen: Sequence[ZeroShotDataset], changes: Mapping[str, Any]) -> None:
+def check_changes(chosen: Sequence[evaluation.ZeroShotDataset], changes: Mapping[str, Any]) -> None:
   """Raises ValueError if a changed setting has no effect on any of the data sets."""
-  kinds = {has_captions(dataset) for dataset in chosen}
+  kinds = {evaluation.zeroshot_datasets.has_captions(dataset) for dataset in chosen}
   for captions, names, what in (
     (False, ('templates', 'class_names', 'lower'), 'classes'),
     (True, ('identical_captions_right',), 'captions'),
@@ -170,11 +156,13 @@ def evaluate(sources: Sequence[Compared], settings: Settings) -> list[dict[str, 
   opened = []
   # All checkpoints are found before the first one is evaluated.
   for source in sources:
-    config = runs.configuration(source.checkpoint, *settings.gin, published=PUBLISHED_PAIRS)
+    config = runs.configuration(
+      source.checkpoint, *settings.gin, published=runs.opening.PUBLISHED_PAIRS
+    )
     model = config.argument('model')
     with naming(f'--checkpoint={source.checkpoint}'):
-      check_model(model, num_samples)
-      tokenizer = run_tokenizer(config.argument('train_dataset_cfg'))
+      evaluation.zeroshot_datasets.check_model(model, num_samples)
+      tokenizer = evaluation.zeroshot_datasets.run_tokenizer(config.argument('train_dataset_cfg'))
       model.validate(tokenizer)  # reads its vocabulary
     bound = config.bindings('ZeroShotAction').get('datasets')
     chosen = choose_datasets(settings.dataset, bound, changes)
@@ -182,7 +170,7 @@ def evaluate(sources: Sequence[Compared], settings: Settings) -> list[dict[str, 
     opened.append((source, config, tokenizer, chosen))
   for source, config, tokenizer, chosen in opened:
     run = config.open()
-    evaluator = ZeroShotEvaluator(tokenizer, settings.batch_size, num_samples)
+    evaluator = evaluation.ZeroShotEvaluator(tokenizer, settings.batch_size, num_samples)
     sizes = [evaluator.check(run, dataset) for dataset in chosen]
     about = {'checkpoint': run.checkpoint, 'step': run.step, 'samples': num_samples}
     for dataset, size in zip(chosen, sizes, strict=True):
@@ -200,7 +188,12 @@ def make_report(rows: Sequence[Mapping[str, Any]]) -> reporting.Report:
   """Tables of rows, and of groups of seeds."""
   groups = compare_groups(rows)
   tables = []
-  for caption, metrics in _TABLES.items():
+  ways = itertools.product(evaluation.zeroshot.WAYS, evaluation.zeroshot.RECALL_AT)
+  shown = {
+    'Zero-shot classification': ('top1', 'top5'),
+    'Retrieval: recall at k': tuple(f'{way}/recall{k}' for way, k in ways),
+  }
+  for caption, metrics in shown.items():
     lines = [
       (row['run'], row['dataset'], *(f'{row["scalars"][metric]:.4f}' for metric in metrics))
       for row in rows

@@ -1,6 +1,6 @@
 """Data: tasks read by global position, preprocessing, vocabularies and seqio tasks."""
 
-import importlib
+from het_plugin.system import faces
 
 # Imported on first use: estimators need no images, and only the last two import TensorFlow.
 _MODULES = {
@@ -18,7 +18,6 @@ _MODULES = {
   'seqio_task': ('ImageFeatureConverter', 'ImageTextFeatureConverter'),
   'vocabularies': ('get_vocabulary', 'tokenize'),
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 CONFIGURABLES = {
   'augment': ('CutMix', 'Mixup', 'RandAugment', 'RandomErasing'),
@@ -33,10 +32,5 @@ SAME_RESULTS = (
   'DatasetConfig.max_corrupt_fraction',
 )
 
-__all__ = [*_MODULE_OF]
-
-
-def __getattr__(name: str):
-  if name in _MODULE_OF:
-    return getattr(importlib.import_module(f'het_plugin.data.{_MODULE_OF[name]}'), name)
-  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+__all__ = [name for names in _MODULES.values() for name in names]
+__getattr__ = faces.on_first_use(__name__, _MODULES)

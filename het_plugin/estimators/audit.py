@@ -25,7 +25,6 @@ from het_plugin.measures import audit as measure
 from het_plugin.system import run_files
 
 SETTINGS = probe.Settings(('det',))  # those of the command
-ROUNDS = 10
 _GAIN = 0.002  # nats per label; less in `_PATIENCE` rounds ends the audit
 _PATIENCE = 2
 _SHARPNESS = 2  # the power of q; 1 is expectation-maximisation, and classification EM is infinity
@@ -38,7 +37,7 @@ def audit(
   features: np.ndarray,
   label: np.ndarray,
   settings: probe.Settings | None = None,
-  rounds: int = ROUNDS,
+  rounds: int = 10,
   pred_probs: str | None = None,
 ) -> measure.Audit:
   """Audits labels by fits to the other folds, so that no label scores itself.

@@ -4,6 +4,7 @@ They need numpy, scipy and scikit-learn, and know neither JAX nor files nor flag
 K classes, D features.
 """
 
-from het_plugin.measures.fewshot import few_shot
+from het_plugin.system import faces
 
 __all__ = ['few_shot']
+__getattr__ = faces.on_first_use(__name__, {'fewshot': ['few_shot']})

@@ -10,7 +10,7 @@ According to the paper 25,600 examples are enough for D = 2048.
 """
 
 import numpy as np
-import scipy.linalg
+import scipy  # which imports its `linalg` when it is first used
 
 EPS = 1e-7
 MAX_EXAMPLES = 25_600

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from het_plugin import reporting
+from het_plugin.cli.settings import HEADS
 from het_plugin.planning import report
 from het_plugin.planning.topology import GIB
 from het_plugin.planning.worker import Request, compile_in_process
 
-HEADS = ('det', 'het', 'het_h', 'het_xl')
 _SEARCHED = {'batch': 'batch_size', 'samples': 'num_samples'}
 _LARGEST = {'batch': 2**20, 'samples': 2**16}  # the end of a search
 _MODEL_SHARDS = (1, 2, 4, 8)  # of a search: larger ones cost the backbone more than they save

@@ -1,6 +1,6 @@
 """Results as a table, a JSON file, plots and one HTML page."""
 
-import importlib
+from het_plugin.system import faces
 
 _MODULES = {  # imported on first use: tables need no matplotlib
   'columns': ('Table', 'cell', 'counted', 'p_text', 'shots_text'),
@@ -19,12 +19,6 @@ _MODULES = {  # imported on first use: tables need no matplotlib
   'results': ('provenance', 'write_csv', 'write_json', 'write_table', 'written_here'),
   'text': ('aligned', 'plain_table'),
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = [*_MODULE_OF]
-
-
-def __getattr__(name: str):
-  if name in _MODULE_OF:
-    return getattr(importlib.import_module(f'het_plugin.reporting.{_MODULE_OF[name]}'), name)
-  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+__all__ = [name for names in _MODULES.values() for name in names]
+__getattr__ = faces.on_first_use(__name__, _MODULES)

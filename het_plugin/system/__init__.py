@@ -1,2 +1,5 @@
-"""The ground floor: what every room may import. `ranges` needs Python alone, and the others imports
-of jax, orbax and etils."""
+"""The ground floor: what every room may import; some of its modules need jax, orbax and etils."""
+
+from het_plugin.system import faces
+
+__getattr__ = faces.on_first_use(__name__)

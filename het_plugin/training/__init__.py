@@ -1,5 +1,7 @@
 """The built-in t5x-style trainer: it needs a model with the t5x interface and `BaseAction`s."""
 
+from het_plugin.system import faces
+
 CONFIGURABLES = {
   'actions': ('TerminateOnNanAction', 'EarlyStoppingAction'),
   'checkpoints': ('CheckpointConfig', 'SaveCheckpointConfig', 'RestoreCheckpointConfig'),
@@ -35,3 +37,5 @@ SAME_RESULTS = (
   'SaveCheckpointConfig.keep',
   'CheckpointConfig.restore',
 )
+
+__getattr__ = faces.on_first_use(__name__)

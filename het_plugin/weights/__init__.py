@@ -1,5 +1,6 @@
 """Reads and writes published weights; `layouts` and `towers` list the supported projects."""
 
+from het_plugin.system import faces
 from het_plugin.weights.files import is_weights_file, read_arrays, write_arrays
 from het_plugin.weights.hub import local
 from het_plugin.weights.towers import (
@@ -39,3 +40,4 @@ __all__ = [
   'unstacked',
   'write_arrays',
 ]
+__getattr__ = faces.on_first_use(__name__)

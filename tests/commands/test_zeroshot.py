@@ -14,6 +14,7 @@ import gin
 from het_plugin import runs
 from het_plugin.commands import zeroshot
 from het_plugin.config import gin_state, registry
+from het_plugin.evaluation import zeroshot_datasets
 from het_plugin.evaluation.zeroshot_datasets import Tokenizer
 from tests.evaluation.small_contrastive import Letters, SmallContrastive, opened
 
@@ -51,14 +52,14 @@ def tokenizer_of(dataset_cfg):
 def towers(monkeypatch):
   registry.register_trainer()  # once for all tests, hence before anything is replaced
   monkeypatch.setattr(runs, 'configuration', towers_of)
-  monkeypatch.setattr(zeroshot, 'run_tokenizer', tokenizer_of)
+  monkeypatch.setattr(zeroshot_datasets, 'run_tokenizer', tokenizer_of)
 
 
 def test_each_vocabulary_is_checked_before_the_first_checkpoint_is_opened(
   towers, run_main, monkeypatch
 ):
   tokenizers = iter((LETTERS, Tokenizer('bytes', 12)))
-  monkeypatch.setattr(zeroshot, 'run_tokenizer', lambda _: next(tokenizers))
+  monkeypatch.setattr(zeroshot_datasets, 'run_tokenizer', lambda _: next(tokenizers))
   monkeypatch.delattr(Towers, 'open')
   flags = '--checkpoint=r/1', '--checkpoint=r/2', '--dataset=digits', *FEW
   printed = run_main(zeroshot, *flags, code=2)

@@ -16,8 +16,10 @@ from het_plugin.commands import audit as audit_report
 from het_plugin.commands import probe
 from het_plugin.estimators import DetClassifier, inputs, noise_gain, objective, stream, whitening
 from het_plugin.estimators import audit as audit_lib
+from het_plugin.estimators import probe as grid
 from het_plugin.estimators.probe import Settings
 from het_plugin.evaluation.examples import Examples
+from het_plugin.measures import audit as measure
 
 
 def problem(num_rows):
@@ -72,7 +74,7 @@ def test_rows_without_weight_are_as_if_they_were_not_there(tmp_path):
   mapped = np.load(tmp_path / 'x.npy', mmap_mode='r')
   rows = np.arange(0, 900, 3)
   settings = Settings(**SETTINGS, solver='streamed', max_iter=20)
-  found, *_ = probe.fit_best('det', mapped, label, rows, settings, {}, iter(()))
+  found, *_ = grid.fit_best('det', mapped, label, rows, settings, {}, iter(()))
   alone = DetClassifier(C=10.0, solver='streamed', max_iter=20).fit(x[rows], label[rows])
   np.testing.assert_allclose(found.predict_proba(x), alone.predict_proba(x), atol=1e-3)
 
@@ -83,7 +85,7 @@ def test_suggested_labels_of_padded_votes_can_be_read(tmp_path):
   votes = {'annotator': np.minimum(padded, 0), 'label_weight': np.float32(padded >= 0)}
   rows = rows_lib.Rows({'features': x}, padded, np.arange(60), **votes)
   p = (np.arange(10) == truth[:, None]) * 0.9 + 0.01
-  listed = audit_report.Listed(rows, label, audit_report.measure.audit(p, label), np.arange(60))
+  listed = audit_report.Listed(rows, label, measure.audit(p, label), np.arange(60))
   audit_report.write_suggested(listed, tmp_path / 'fixed.npz')
   fixed = rows_lib.read(str(tmp_path / 'fixed.npz'))
   assert fixed.annotator is None and (fixed.label == truth).mean() > (label == truth).mean()
@@ -117,12 +119,12 @@ def test_rounds_find_what_a_fit_to_the_labels_does_not():
 def test_a_worse_round_is_not_taken(monkeypatch):
   x, _, label = problem(300)
   nll = iter([1.0, 0.9, 0.8995, 0.95, 0.5, 1.0, 0.9, 0.8995])
-  audit = audit_report.measure.audit
+  audit = measure.audit
 
   def audited(p, y, error):
     return dataclasses.replace(audit(p, y, error), nll=next(nll))
 
-  monkeypatch.setattr(audit_report.measure, 'audit', audited)
+  monkeypatch.setattr(measure, 'audit', audited)
   found, _, chosen = audit_lib.in_rounds(x, label, Settings(**SETTINGS), 10)
   assert chosen == 3 and found.nll == 0.8995  # two rounds have gained less than 0.002 nats
   next(nll)  # of the round that did not come

@@ -248,7 +248,7 @@ def test_rows_of_a_class_of_one_fold_are_left_out(few):
   y = arrays['label'][:, None]
   of_grid = settings(target='votes', c=(0.1, 1.0), max_iter=2, validation=0.5, seed=3)
   of_fold = arrays['features'], y, np.arange(30), of_grid, {}, itertools.repeat('')
-  probe.fit_best('det', *of_fold)
+  grid.fit_best('det', *of_fold)
 
 
 def test_weights_of_labels_are_shares(files, tmp_path):
