@@ -57,12 +57,13 @@ from benchmarks.command_line import make_parser, names, numbers, report
 from benchmarks.probe import memory_watched
 from het_plugin import reporting
 from het_plugin.commands import audit as report_of
-from het_plugin.estimators import CLASSIFIERS, probe
+from het_plugin.estimators import CLASSIFIERS
 from het_plugin.estimators import audit as of_files
+from het_plugin.estimators.settings import GridSettings
 
 FOLDS = 3
 C = 1.0
-SETTINGS = {'c': [C], 'c_noise': [0.1], 'num_factors': [4], 'max_iter': 200, 'progress': False}
+SETTINGS = {'C': [C], 'C_noise': [0.1], 'num_factors': [4], 'max_iter': 200, 'progress': False}
 PEOPLE = ('aggre', 'worse', 'annotator')
 NUM_COMPONENTS = 64
 
@@ -161,7 +162,7 @@ def scores(args, x, y):
     quality = get_label_quality_scores(y, again)
     found['cleanlab, fitted again'] = -quality, issues.mean(), time.process_time() - start
   for head in args.heads:
-    settings = probe.Settings([head], folds=FOLDS, **SETTINGS)
+    settings = GridSettings([head], folds=FOLDS, **SETTINGS)
     for name, rounds in ((f'{head}, one round', 1), (head, of_files.ROUNDS)):
       start = time.process_time()
       with warnings.catch_warnings():
@@ -209,7 +210,7 @@ def stream(args):
   rng = np.random.default_rng(0)
   found = []
   kernel = rng.normal(size=(32, 20)).astype(np.float32)
-  settings = probe.Settings(['det'], solver='streamed', max_iter=1, progress=False)
+  settings = GridSettings(['det'], solver='streamed', max_iter=1, progress=False)
   for num_rows in (args.rows // 10, args.rows):
     with tempfile.TemporaryDirectory() as name:
       folder = pathlib.Path(name)

@@ -33,10 +33,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from absl import flags
 
 from het_plugin.system import distributed, flag_values
+from het_plugin.system.flag_values import NO_FLAG
 from het_plugin.system.ranges import Count
 
 _T = TypeVar('_T')
-HEADS = ('det', 'het', 'het_h', 'het_xl')  # by the names of their gin files
 _REPEATED = 'repeatable'
 Repeated = Annotated[tuple[_T, ...], _REPEATED]
 GinSettings = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
@@ -54,22 +54,21 @@ class CommandSettings:
   """What every command is told.
 
   Attributes:
-    given: names of the flags on the command line; no flag itself.
-    words: what else is there; no flag itself.
+    given: names of the flags on the command line.
+    words: what else is there.
   """
 
   aliases: ClassVar[Mapping[str, str]] = {}  # further names of flags
   takes_words: ClassVar[bool] = False
 
-  given: frozenset[str] = frozenset()
-  words: tuple[str, ...] = ()
+  given: frozenset[str] = dataclasses.field(default=frozenset(), metadata=NO_FLAG)
+  words: tuple[str, ...] = dataclasses.field(default=(), metadata=NO_FLAG)
 
   @classmethod
   def define_flags(cls) -> None:
     """Defines a flag for each field; the module of the class that has the field is its module."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    del defaults['given'], defaults['words']
+    defaults = {field.name: field.default for field in cls._flags()}
     for owner in cls.mro():
       helps = _helps(owner.__doc__ or '')
       for name in inspect.get_annotations(owner):
@@ -89,15 +88,17 @@ class CommandSettings:
     hints = typing.get_type_hints(cls, include_extras=True)
     values = {}
     given = set()
-    for field in dataclasses.fields(cls):
-      if field.name in ('given', 'words'):
-        continue
+    for field in cls._flags():
       flag = flags.FLAGS[field.name]
       kind = _Kind.of(hints[field.name])
       values[field.name] = kind.value(field.name, flag.value, field.default)
       if flag.present:
         given.add(field.name)
     return cls(**values, given=frozenset(given), words=tuple(words))
+
+  @classmethod
+  def _flags(cls) -> list[dataclasses.Field]:
+    return [field for field in dataclasses.fields(cls) if not field.metadata.get('no_flag')]
 
   def refuse(self, names: Sequence[str], beside: str) -> None:
     """Raises ValueError if one of the flags is given, which have no effect beside something."""

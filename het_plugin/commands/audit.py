@@ -30,9 +30,11 @@ import numpy as np
 
 from het_plugin import estimators, measures, reporting, runs, weights
 from het_plugin import rows as rows_lib
-from het_plugin.cli.settings import HEADS, OneOf
+from het_plugin.cli.settings import OneOf
 from het_plugin.commands._rows import FileOrArrays, RowsSettings, read
+from het_plugin.estimators.settings import GridSettings
 from het_plugin.rows import files
+from het_plugin.system.flag_values import HEADS
 from het_plugin.system.ranges import Count
 
 if TYPE_CHECKING:  # imports tasks of images, which files do not need
@@ -90,10 +92,10 @@ class Settings(RowsSettings):
   html: str | None = None
 
   @property
-  def fits(self) -> estimators.probe.Settings:
+  def fits(self) -> GridSettings:
     """Settings of the fits."""
-    same = self.chosen('num_factors', 'folds', 'max_iter', 'seed')
-    return estimators.probe.Settings(heads=[self.head], c=self.C, c_noise=self.C_noise, **same)
+    same = self.chosen('C', 'C_noise', 'num_factors', 'folds', 'max_iter', 'seed')
+    return GridSettings((self.head,), **same)
 
 
 def run(settings: Settings) -> reporting.Report:
@@ -223,7 +225,7 @@ def _write_table(path: str, listed: Listed) -> None:
 
 def report(
   source: FileOrArrays,
-  settings: estimators.probe.Settings,
+  settings: GridSettings,
   examples: Examples | None = None,
   rounds: int = 10,
   probs_to: str | None = None,

@@ -18,12 +18,13 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from het_plugin import estimators, measures, reporting, runs
-from het_plugin.cli.settings import HEADS, Gin, Processes, Repeated, ReportFolder
+from het_plugin.cli.settings import Gin, Processes, Repeated, ReportFolder
 from het_plugin.commands import evaluate
 from het_plugin.commands._rows import files_of, read
 from het_plugin.commands.probe import targets_of
 from het_plugin.evaluation.names import short_names
 from het_plugin.measures import votes
+from het_plugin.system.flag_values import HEADS
 from het_plugin.system.ranges import Count
 
 _FITS_OF_ROWS = {'folds': 5, 'tol': 1e-4}

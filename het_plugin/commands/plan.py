@@ -21,8 +21,9 @@ import sys
 from typing import Literal
 
 from het_plugin import reporting
-from het_plugin.cli.settings import HEADS, Gin
+from het_plugin.cli.settings import Gin
 from het_plugin.system import run_files
+from het_plugin.system.flag_values import HEADS
 from het_plugin.system.ranges import Count
 
 

@@ -21,24 +21,24 @@ import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 
 from het_plugin import estimators, evaluation, measures, reporting, runs
 from het_plugin.commands._rows import FileOrArrays, RowsSettings, files_of, read
+from het_plugin.estimators.settings import GridSettings
 from het_plugin.evaluation.names import task_name
 from het_plugin.measures import votes
 from het_plugin.measures.comparison import EXTREME, extreme_share
 from het_plugin.rows import Rows, check_pair, concatenate
 from het_plugin.rows.labels import are_marks
-from het_plugin.system.ranges import Count
 
 _COMPARED = ('nll', 'brier', 'precision_at_1')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(RowsSettings):
+class Settings(RowsSettings, GridSettings):
   """What is fitted, and to what.
 
   Attributes:
@@ -48,23 +48,8 @@ class Settings(RowsSettings):
       it has several; a run, or a task.
     ood: Rows of another distribution, for the AUROC: F.npz, F.safetensors or X.npy,Y.npy;
       F.npz:SPLIT if it has several; a run, or a task.
-    target: votes: the labels of a row are votes.
-    mesh: DATA,MODEL: devices that split rows and classes.
     splits: Splits of --dataset to fit to and to score on. Default: train, and test or else
       validation.
-    heads: Heads to fit: det, het, het_h, het_xl.
-    baseline: The head to compare with. Default: the first.
-    C: Inverse strength of the regularisation, as in scikit-learn.
-    C_noise: Inverse strength of the regularisation of the noise; auto: every fit chooses it.
-    num_factors: R, for heads with noise.
-    tau: Temperatures: numbers, learned or validation.
-    hidden_layers: Widths of layers below the heads. Default: none.
-    folds: Folds of the training rows, without --test.
-    validation: Share of the training rows that chooses from a grid.
-    num_samples: S, for a softmax with noise.
-    tol: A fit ends when its gradient is this small.
-    max_iter: Largest number of iterations.
-    seed: Seed of the folds and of the initial values.
     json: Where to write the rows.
     html: Where to write a page with plots.
   """
@@ -72,37 +57,13 @@ class Settings(RowsSettings):
   train: str | None = None
   test: str | None = None
   ood: str | None = None
-  target: Literal['auto', 'votes'] = 'auto'
-  mesh: tuple[Count, Count] | None = None
   splits: tuple[str, ...] | None = None
-  heads: tuple[str, ...] = ('det', 'het_xl')
-  baseline: str | None = None
-  C: tuple[float, ...] = (1,)
-  C_noise: tuple[float | Literal['auto'], ...] = ('auto',)
-  num_factors: tuple[Count, ...] = (8,)
-  tau: tuple[float | Literal['learned', 'validation'], ...] = (1,)
-  hidden_layers: tuple[Count, ...] = ()
-  folds: Annotated[int, '[2, inf)'] = 5
-  validation: float = 0.1
-  num_samples: Count = 64
-  tol: float = 1e-4
-  max_iter: Count = 500
-  seed: Annotated[int, '[0, inf)'] = 0
   json: str | None = None
   html: str | None = None
-
-  @property
-  def fits(self) -> estimators.probe.Settings:
-    """Settings of the fits."""
-    same = 'heads baseline folds validation num_samples tol max_iter seed target mesh'.split()
-    same += ['num_factors', 'hidden_layers', 'tau']
-    of_c = {'c': self.C, 'c_noise': self.C_noise}
-    return estimators.probe.Settings(**of_c, **self.chosen(*same))
 
 
 def run(settings: Settings) -> reporting.Report:
   """Scores of the heads, and their differences."""
-  fits = settings.fits
   settings.check_rows(('train', 'test'), ('dataset', 'splits'))
   if set(settings.heads) <= {'det'}:
     of_noise = 'C_noise', 'num_factors', 'num_samples'
@@ -119,7 +80,7 @@ def run(settings: Settings) -> reporting.Report:
   train = runs.sources.rows_or_file(train, 'train')
   test = test and runs.sources.rows_or_file(test)
   ood = settings.ood and runs.sources.rows_or_file(settings.ood)
-  return probe(train, test or None, fits, ood, settings.unfinished)
+  return probe(train, test or None, settings, ood, settings.unfinished)
 
 
 def _usual_splits(dataset: str) -> list[str]:
@@ -146,14 +107,14 @@ class Outcome:
 def probe(
   train: FileOrArrays,
   test: FileOrArrays | None,
-  settings: estimators.probe.Settings,
+  settings: GridSettings,
   ood: FileOrArrays | None = None,
   unfinished: Path | None = None,
 ) -> reporting.Report:
   """Fits the heads to representations.
 
       >>> from sklearn.datasets import load_iris
-      >>> settings = grid.Settings(heads=['det'], c=[0.1, 1.0], folds=2, progress=False)
+      >>> settings = GridSettings(heads=['det'], C=[0.1, 1.0], folds=2, progress=False)
       >>> report = probe(load_iris(return_X_y=True), None, settings)
       >>> (row,) = report.json
       >>> row['num_examples'], len(row['chosen'])
@@ -335,7 +296,7 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
 
 def _ends_of_the_grid(outcome, settings):
   """A note for each setting whose largest or smallest value was chosen by a fold."""
-  for name, values in (('C', settings.c), ('C_noise', settings.c_noise)):
+  for name, values in (('C', settings.C), ('C_noise', settings.C_noise)):
     values = sorted(x for x in values if x)
     chosen = [point.get(name) for point in outcome.chosen]
     if len(values) < 2:

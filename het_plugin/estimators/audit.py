@@ -21,10 +21,11 @@ from sklearn.model_selection import StratifiedKFold
 from het_plugin import rows as rows_lib
 from het_plugin.estimators import inputs, probe, starts, targets
 from het_plugin.estimators.classifier import HeadClassifier
+from het_plugin.estimators.settings import GridSettings
 from het_plugin.measures import audit as measure
 from het_plugin.system import run_files
 
-SETTINGS = probe.Settings(('det',))  # those of the command
+SETTINGS = GridSettings(('det',))  # those of the command
 _GAIN = 0.002  # nats per label; less in `_PATIENCE` rounds ends the audit
 _PATIENCE = 2
 _SHARPNESS = 2  # the power of q; 1 is expectation-maximisation, and classification EM is infinity
@@ -36,7 +37,7 @@ _PART_ROWS = 8192
 def audit(
   features: np.ndarray,
   label: np.ndarray,
-  settings: probe.Settings | None = None,
+  settings: GridSettings | None = None,
   rounds: int = 10,
   pred_probs: str | None = None,
 ) -> measure.Audit:
@@ -45,12 +46,12 @@ def audit(
   From the second round on, it has a part in what is found for the rows of these folds.
 
       >>> import numpy as np
-      >>> from het_plugin.estimators import probe
+      >>> from het_plugin.estimators.settings import GridSettings
       >>> rng = np.random.default_rng(0)
       >>> x = rng.normal(size=(600, 4))
       >>> truth = x[:, :3].argmax(axis=1)
       >>> label = np.where(rng.random(600) < 0.2, (truth + 1) % 3, truth)
-      >>> settings = probe.Settings(('det',), c=[10.0], folds=2, max_iter=50, progress=False)
+      >>> settings = GridSettings(('det',), C=(10.0,), folds=2, max_iter=50, progress=False)
       >>> found = audit(x, label, settings)
       >>> bool((found.wrong[label != truth].mean() > 3 * found.wrong[label == truth].mean()))
       True
@@ -83,7 +84,7 @@ def unfinished(failures, setting, settings) -> str:
 def in_rounds(
   features: np.ndarray,
   label: np.ndarray,
-  settings: probe.Settings,
+  settings: GridSettings,
   rounds: int,
   pred_probs: str | None = None,
   num_classes: int | None = None,

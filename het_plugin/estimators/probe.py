@@ -1,6 +1,5 @@
 """Heads fitted at the points of a grid, from which held-out rows choose."""
 
-import dataclasses
 import datetime
 import itertools
 import time
@@ -18,92 +17,10 @@ from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.classifiers import CLASSIFIERS
 from het_plugin.estimators.model import is_noise
 from het_plugin.estimators.selection import NOISE_SHARE, least_noise
+from het_plugin.estimators.settings import GridSettings
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """Settings of a comparison.
-
-  Attributes:
-    heads: names in `CLASSIFIERS`.
-    c, c_noise, num_factors, tau: the grid, from which `choose` takes a point by the NLL of held-out
-      rows. If there are several values of c_noise, 0 (no noise) is one of them. 'auto', alone, is
-      no grid: every fit chooses on rows of its own (`HetClassifier`).
-    hidden_layers: widths of GELU layers below every head.
-    baseline: the head that others are compared with.
-    folds: number of folds of the training rows, used if there is no test file.
-    validation: share of the training rows held out to choose from a grid of more than one point.
-    target: 'votes' if the labels of an example are those of several annotators; 'auto' takes
-      several labels for an indicator. Labels with weights are shares in either case.
-    solver, mesh: settings of the estimators.
-    num_samples, tol, max_iter: settings of the estimators.
-    seed: seed of splits and starts.
-    progress: whether each fit longer than two seconds shows how far it is: a bar on a terminal,
-      elsewhere a line every ten seconds.
-  """
-
-  heads: Sequence[str] = ('det', 'het_xl')
-  c: Sequence[float] = (1.0,)
-  c_noise: Sequence[float | str | None] = ('auto',)
-  num_factors: Sequence[int] = (8,)
-  tau: Sequence[float | str] = (1.0,)
-  hidden_layers: Sequence[int] = ()
-  baseline: str | None = None
-  folds: int = 5
-  validation: float = 0.1
-  num_samples: int = 64
-  tol: float = 1e-4
-  max_iter: int = 500
-  seed: int = 0
-  target: str = 'auto'
-  solver: str = 'auto'
-  mesh: Sequence[int] | None = None
-  progress: bool = True
-
-  def __post_init__(self):
-    lists = {'heads': self.heads, 'C': self.c, 'C_noise': self.c_noise, 'tau': self.tau}
-    lists |= {'num_factors': self.num_factors}
-    for flag, values in lists.items():
-      if values is None or isinstance(values, (str, int, float)):
-        raise ValueError(f'{flag}={values!r} must be a list: [{values!r}]')
-      if not values:
-        raise ValueError(f'--{flag}= has no value; it must list at least one')
-    if 'auto' in self.c_noise and len(self.c_noise) > 1:
-      raise ValueError(
-        f'--C_noise={",".join(map(str, self.c_noise))}: auto chooses from values of its own, and '
-        'must be the only one'
-      )
-    if unknown := [name for name in self.heads if name not in CLASSIFIERS]:
-      raise ValueError(
-        f'--heads={",".join(self.heads)}: {unknown[0]} is unknown; choose from '
-        f'{", ".join(CLASSIFIERS)}'
-      )
-    if self.baseline is not None and self.baseline not in self.heads:
-      raise ValueError(f'--baseline={self.baseline} must be one of --heads={",".join(self.heads)}')
-    if self.target not in ('auto', 'votes', 'probabilities'):
-      raise ValueError(f"--target={self.target} must be 'auto' or 'votes'")
-    if self.folds < 2:
-      raise ValueError(f'--folds={self.folds} must be at least 2')
-    if not 0 < self.validation < 1:
-      raise ValueError(f'--validation={self.validation} must be a share in (0, 1)')
-    if not self.tol > 0:
-      raise ValueError(f'--tol={self.tol} must be a number > 0')
-
-  def grid(self, head: str) -> list[dict[str, Any]]:
-    """Settings of the estimator at each point of the grid."""
-    points = [{'C': c, 'tau': tau} for c, tau in itertools.product(self.c, self.tau)]
-    if head == 'det':
-      return points
-    c_noise = self.c_noise
-    if len(c_noise) > 1 and 0.0 not in c_noise:
-      c_noise = (0.0, *c_noise)
-    return [
-      {**point, 'C_noise': c, 'num_factors': r, 'num_samples': self.num_samples}
-      for point, c, r in itertools.product(points, c_noise, self.num_factors)
-    ]
-
-
-def fit_titles(settings: Settings, num_folds: int) -> Iterator[str]:
+def fit_titles(settings: GridSettings, num_folds: int) -> Iterator[str]:
   """What is shown during each fit, in the order in which they are made."""
   num_fits = {head: len(grid := settings.grid(head)) + (len(grid) > 1) for head in settings.heads}
   total = num_folds * sum(num_fits.values())

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from het_plugin import reporting
-from het_plugin.cli.settings import HEADS
 from het_plugin.planning import report
 from het_plugin.planning.topology import GIB
 from het_plugin.planning.worker import Request, compile_in_process
+from het_plugin.system.flag_values import HEADS
 
 _SEARCHED = {'batch': 'batch_size', 'samples': 'num_samples'}
 _LARGEST = {'batch': 2**20, 'samples': 2**16}  # the end of a search

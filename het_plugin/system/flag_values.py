@@ -7,6 +7,9 @@ import re
 import tokenize
 from collections.abc import Collection, Sequence
 
+HEADS = ('det', 'het', 'het_h', 'het_xl')  # by the names of their gin files
+NO_FLAG = {'no_flag': True}  # metadata of a field of settings that is no flag
+
 
 def integers(
   flag: str, values: Sequence[str], least: int = 0, lengths: Collection[int] = ()

@@ -66,9 +66,10 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 
 from benchmarks.audit import NUM_COMPONENTS, PEOPLE, moved, people
 from benchmarks.command_line import integers, make_parser, names, print_table, read_json, write_json
-from het_plugin.estimators import CLASSIFIERS, probe
+from het_plugin.estimators import CLASSIFIERS
 from het_plugin.estimators import audit as of_files
 from het_plugin.estimators.selection import NOISE_SHARE
+from het_plugin.estimators.settings import GridSettings
 from het_plugin.measures import audit, uncertainty
 from het_plugin.reporting import style
 
@@ -373,7 +374,7 @@ def forward_audited(head):
 
 def audited(data, starts):
   del starts
-  settings, (x, *_), y = probe.Settings(['det'], folds=3, progress=False), data.x, data.y[0].copy()
+  settings, (x, *_), y = GridSettings(['det'], folds=3, progress=False), data.x, data.y[0].copy()
   rows = np.flatnonzero(np.bincount(y)[y] >= settings.folds)  # others keep their labels
   found = of_files.audit(x[rows], y[rows], settings)
   y[rows] = np.where(found.kind == 'wrong', found.suggested, y[rows])

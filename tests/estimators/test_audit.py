@@ -17,7 +17,7 @@ from het_plugin.commands import probe
 from het_plugin.estimators import DetClassifier, inputs, noise_gain, objective, stream, whitening
 from het_plugin.estimators import audit as audit_lib
 from het_plugin.estimators import probe as grid
-from het_plugin.estimators.probe import Settings
+from het_plugin.estimators.settings import GridSettings
 from het_plugin.evaluation.examples import Examples
 from het_plugin.measures import audit as measure
 
@@ -31,7 +31,7 @@ def problem(num_rows):
   return x, np.array([3, 7, 9])[truth], np.array([3, 7, 9])[label]
 
 
-SETTINGS = {'heads': ['det'], 'c': [10.0], 'folds': 3, 'progress': False}
+SETTINGS = {'heads': ['det'], 'C': [10.0], 'folds': 3, 'progress': False}
 
 
 class Watched(np.memmap):
@@ -59,7 +59,7 @@ def test_rows_of_a_file_are_read_in_parts(grid, tmp_path, monkeypatch):
   monkeypatch.setattr(stream, 'CHUNK_BYTES', 0)
   monkeypatch.setattr(objective, 'CACHE_BYTES', 0)
   monkeypatch.setattr(Watched, 'most', 0)
-  settings = Settings(**SETTINGS | {'c': grid}, solver='streamed', max_iter=10)
+  settings = GridSettings(**SETTINGS | {'C': grid}, solver='streamed', max_iter=10)
   found = audit_lib.audit(mapped, label, settings)
   assert 0 < Watched.most < 300  # a copy of two folds would be 800
   if len(grid) == 1:
@@ -73,7 +73,7 @@ def test_rows_without_weight_are_as_if_they_were_not_there(tmp_path):
   np.save(tmp_path / 'x.npy', x)
   mapped = np.load(tmp_path / 'x.npy', mmap_mode='r')
   rows = np.arange(0, 900, 3)
-  settings = Settings(**SETTINGS, solver='streamed', max_iter=20)
+  settings = GridSettings(**SETTINGS, solver='streamed', max_iter=20)
   found, *_ = grid.fit_best('det', mapped, label, rows, settings, {}, iter(()))
   alone = DetClassifier(C=10.0, solver='streamed', max_iter=20).fit(x[rows], label[rows])
   np.testing.assert_allclose(found.predict_proba(x), alone.predict_proba(x), atol=1e-3)
@@ -93,11 +93,11 @@ def test_suggested_labels_of_padded_votes_can_be_read(tmp_path):
 
 def test_pairs_and_suggestions_are_ids_of_classes():
   x, truth, label = problem(600)
-  found = audit_lib.audit(x, label, Settings(**SETTINGS))
+  found = audit_lib.audit(x, label, GridSettings(**SETTINGS))
   assert {pair[:2] for pair in found.pairs(3)} == {(3, 7), (7, 9), (9, 3)}
   assert found.ids.tolist() == [3, 7, 9] and set(found.suggested) == {3, 7, 9}
   assert (found.suggested == truth).mean() > (label == truth).mean()
-  by_name = audit_lib.audit(x, label.astype(str), Settings(**SETTINGS))
+  by_name = audit_lib.audit(x, label.astype(str), GridSettings(**SETTINGS))
   assert {pair[:2] for pair in by_name.pairs(3)} == {('3', '7'), ('7', '9'), ('9', '3')}
 
 
@@ -107,7 +107,7 @@ def test_rounds_find_what_a_fit_to_the_labels_does_not():
   truth = (x @ rng.normal(size=(12, 5))).argmax(axis=1)
   is_wrong = rng.random(1200) < 0.3
   label = np.where(is_wrong, (truth + 1) % 5, truth)
-  settings = Settings(**SETTINGS | {'c': [1.0]}, tau=[0.5, 1.0])
+  settings = GridSettings(**SETTINGS | {'C': [1.0]}, tau=[0.5, 1.0])
   one, all_ = (audit_lib.audit(x, label, settings, rounds) for rounds in (1, 10))
   precision = [average_precision_score(is_wrong, found.wrong) for found in (one, all_)]
   assert precision[0] < 0.95 and precision[1] > 0.99
@@ -125,10 +125,10 @@ def test_a_worse_round_is_not_taken(monkeypatch):
     return dataclasses.replace(audit(p, y, error), nll=next(nll))
 
   monkeypatch.setattr(measure, 'audit', audited)
-  found, _, chosen = audit_lib.in_rounds(x, label, Settings(**SETTINGS), 10)
+  found, _, chosen = audit_lib.in_rounds(x, label, GridSettings(**SETTINGS), 10)
   assert chosen == 3 and found.nll == 0.8995  # two rounds have gained less than 0.002 nats
   next(nll)  # of the round that did not come
-  third, _, _ = audit_lib.in_rounds(x, label, Settings(**SETTINGS), 3)
+  third, _, _ = audit_lib.in_rounds(x, label, GridSettings(**SETTINGS), 3)
   assert found.share_error == third.share_error
 
 
@@ -140,9 +140,9 @@ def test_wrong_labels_are_one_sentence():
     (np.stack([label, label], axis=1), 'y should be a 1d array'),
   ):
     with pytest.raises(ValueError, match=message):
-      audit_lib.audit(x, wrong, Settings(**SETTINGS))
+      audit_lib.audit(x, wrong, GridSettings(**SETTINGS))
   with pytest.raises(ValueError, match='--rounds=0 must be at least 1'):
-    audit_lib.audit(x, label, Settings(**SETTINGS), rounds=0)
+    audit_lib.audit(x, label, GridSettings(**SETTINGS), rounds=0)
   with pytest.raises(ValueError, match=r'y has shape \(60,\); it must be \[50\]'):
     noise_gain.noise_test(x[:50], label, progress=False)
 
@@ -150,10 +150,11 @@ def test_wrong_labels_are_one_sentence():
 PEAK = """
 import sys
 from het_plugin.commands import audit
-from het_plugin.estimators import probe, stream
+from het_plugin.estimators import stream
+from het_plugin.estimators.settings import GridSettings
 sys.path.insert(0, 'benchmarks')
 from probe import memory_watched
-settings = probe.Settings(['det'], folds=2, solver='streamed', max_iter=1, progress=False)
+settings = GridSettings(['det'], folds=2, solver='streamed', max_iter=1, progress=False)
 stream.HELD_BYTES = 0  # of a part of the rows, at most
 for path in sys.argv[1:]:
   with memory_watched() as found:
@@ -200,7 +201,7 @@ def test_where_the_task_knows_the_truth_the_report_counts_wrong_labels(tmp_path)
   rows = rows_lib.Rows({'features': features}, label, index)
   rows_lib.write(tmp_path / 'rows.npz', rows)
   report = audit_report.report(
-    str(tmp_path / 'rows.npz'), Settings(**SETTINGS, max_iter=30), examples
+    str(tmp_path / 'rows.npz'), GridSettings(**SETTINGS, max_iter=30), examples
   )
   found = report.json['truth']
   is_wrong = label[:, 0] != truth
@@ -221,7 +222,7 @@ def test_where_features_tell_little_no_share_is_printed(tmp_path):
   x = rng.normal(size=(600, 16)).astype(np.float32)
   logits = x @ rng.normal(size=(16, 8)) * 0.75 + 3 * rng.gumbel(size=(600, 8))
   rows = rows_lib.Rows({'features': x}, logits.argmax(axis=1)[:, None], np.arange(600))
-  settings = Settings(['det'], folds=2, max_iter=30, progress=False)
+  settings = GridSettings(['det'], folds=2, max_iter=30, progress=False)
   report = audit_report.report(rows, settings, rounds=4)
   assert (report.json['share'], report.json['share_error'], report.json['pairs']) == (
     None,

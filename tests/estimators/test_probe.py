@@ -17,6 +17,7 @@ from het_plugin.commands import probe
 from het_plugin.estimators import DetClassifier, lbfgs
 from het_plugin.estimators import probe as grid
 from het_plugin.estimators.probe import choose
+from het_plugin.estimators.settings import GridSettings
 from het_plugin.system import exit_codes, stopping
 from tests.waiting import wait_for
 
@@ -44,13 +45,13 @@ def few(tmp_path_factory):
 
 
 def settings(**changes):
-  return grid.Settings(
+  return GridSettings(
     **{
       'heads': ('det',),
       'max_iter': 60,
       'num_factors': (2,),
       'num_samples': 16,
-      'c_noise': (None,),
+      'C_noise': (None,),
     }
     | changes
   )
@@ -121,7 +122,7 @@ def test_every_fit_says_how_far_it_is(files, monkeypatch):
 
   monkeypatch.setattr(lbfgs, 'Progress', Noted)
   short = {'max_iter': 2, 'folds': 2}
-  probe.probe(files[0], None, settings(c=(0.1, 1.0), **short))
+  probe.probe(files[0], None, settings(C=(0.1, 1.0), **short))
   assert titles[:4] == [f'fit {i} of 6, fold {1 + (i > 3)} of 2: det' for i in (1, 2, 3, 4)]
   titles.clear()
   probe.probe(*files, settings(heads=('det', 'het'), **short))
@@ -224,10 +225,10 @@ def test_a_folder_of_represent(few, tmp_path):
 
 @pytest.mark.slow
 def test_folds_score_every_training_row_and_a_grid_is_chosen_from(files):
-  (row,) = probe.probe(files[0], None, settings(c=(1e-5, 1.0), folds=3)).json
+  (row,) = probe.probe(files[0], None, settings(C=(1e-5, 1.0), folds=3)).json
   assert row['num_examples'] == 300 and len(row['chosen']) == 3
   assert {point['C'] for point in row['chosen']} == {1.0}
-  report = probe.probe(*files, settings(c=(1e-5, 1.0)))
+  report = probe.probe(*files, settings(C=(1e-5, 1.0)))
   assert 'det: C=1 was chosen at the end of --C: try larger ones.' in report.text()
   assert row['stderr_folds']['nll'] > 0
 
@@ -246,7 +247,7 @@ def test_rows_of_a_class_of_one_fold_are_left_out(few):
   assert report.json[0]['num_examples'] == 4 == len(report.json[0]['chosen'])
   # Nor can the row choose from a grid, where it is held out for that.
   y = arrays['label'][:, None]
-  of_grid = settings(target='votes', c=(0.1, 1.0), max_iter=2, validation=0.5, seed=3)
+  of_grid = settings(target='votes', C=(0.1, 1.0), max_iter=2, validation=0.5, seed=3)
   of_fold = arrays['features'], y, np.arange(30), of_grid, {}, itertools.repeat('')
   grid.fit_best('det', *of_fold)
 
@@ -304,17 +305,17 @@ def test_of_the_noise_the_least_within_a_standard_error_is_chosen():
 
 @pytest.mark.slow
 def test_several_c_noise_include_no_noise(files):
-  assert [x['C_noise'] for x in settings(c_noise=(0.1, 1.0)).grid('het')] == [0.0, 0.1, 1.0]
-  assert [x['C_noise'] for x in settings(c_noise=(0.1,)).grid('het')] == [0.1]
+  assert [x['C_noise'] for x in settings(C_noise=(0.1, 1.0)).grid('het')] == [0.0, 0.1, 1.0]
+  assert [x['C_noise'] for x in settings(C_noise=(0.1,)).grid('het')] == [0.1]
   # The labels have no noise beside that of the link, so the noise is not taken.
-  det, het = probe.probe(*files, settings(heads=('det', 'het'), c_noise=(0.1, 3.0))).json
+  det, het = probe.probe(*files, settings(heads=('det', 'het'), C_noise=(0.1, 3.0))).json
   assert het['chosen'][0]['C_noise'] == 0.0
   assert het['nll'] == pytest.approx(det['nll'], abs=1e-5)
 
 
 @pytest.mark.slow
 def test_auto_is_the_default_and_no_grid(files, tmp_path, run_main):
-  assert [x['C_noise'] for x in grid.Settings().grid('het')] == ['auto']
+  assert [x['C_noise'] for x in GridSettings().grid('het')] == ['auto']
   arguments = (f'--train={files[0]}', f'--test={files[1]}', '--heads=det,het', '--max_iter=60')
   small = ('--num_factors=2', '--num_samples=16')
   run_main(probe, *arguments, *small, f'--json={tmp_path}/x.json')

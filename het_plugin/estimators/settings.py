@@ -1,0 +1,95 @@
+"""Settings of fits: of one, and of heads that are compared over a grid."""
+
+import dataclasses
+import itertools
+from typing import Annotated, Any, Literal
+
+from het_plugin.system.flag_values import HEADS, NO_FLAG
+from het_plugin.system.ranges import Count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GridSettings:
+  """What heads are fitted with, and how they are compared.
+
+  If there are several values of C_noise, 0 (no noise) is one of them. 'auto', alone, is no grid:
+  every fit chooses on rows of its own (`HetClassifier`). The grid is that of `probe.choose`.
+
+  Attributes:
+    heads: Heads to fit: det, het, het_h, het_xl.
+    baseline: The head to compare with. Default: the first.
+    C: Inverse strength of the regularisation, as in scikit-learn.
+    C_noise: Inverse strength of the regularisation of the noise; auto: every fit chooses it.
+    num_factors: R, for heads with noise.
+    tau: Temperatures: numbers, learned or validation.
+    hidden_layers: Widths of layers below the heads. Default: none.
+    folds: Folds of the training rows, without --test.
+    validation: Share of the training rows that chooses from a grid.
+    num_samples: S, for a softmax with noise.
+    tol: A fit ends when its gradient is this small.
+    max_iter: Largest number of iterations.
+    seed: Seed of the folds and of the initial values.
+    target: votes: the labels of a row are votes.
+    mesh: DATA,MODEL: devices that split rows and classes.
+    solver: of the estimators.
+    progress: whether each fit longer than two seconds shows how far it is: a bar on a terminal,
+      elsewhere a line every ten seconds.
+  """
+
+  heads: tuple[str, ...] = dataclasses.field(default=('det', 'het_xl'), kw_only=False)
+  baseline: str | None = None
+  C: tuple[float, ...] = (1,)
+  C_noise: tuple[float | Literal['auto'], ...] = ('auto',)
+  num_factors: tuple[Count, ...] = (8,)
+  tau: tuple[float | Literal['learned', 'validation'], ...] = (1,)
+  hidden_layers: tuple[Count, ...] = ()
+  folds: Annotated[int, '[2, inf)'] = 5
+  validation: float = 0.1
+  num_samples: Count = 64
+  tol: float = 1e-4
+  max_iter: Count = 500
+  seed: Annotated[int, '[0, inf)'] = 0
+  target: Literal['auto', 'votes'] = 'auto'
+  mesh: tuple[Count, Count] | None = None
+  solver: str = dataclasses.field(default='auto', metadata=NO_FLAG)
+  progress: bool = dataclasses.field(default=True, metadata=NO_FLAG)
+
+  def __post_init__(self):
+    for flag in ('heads', 'C', 'C_noise', 'tau', 'num_factors'):
+      values = getattr(self, flag)
+      if values is None or isinstance(values, (str, int, float)):
+        raise ValueError(f'{flag}={values!r} must be a list: [{values!r}]')
+      if not values:
+        raise ValueError(f'--{flag}= has no value; it must list at least one')
+    if 'auto' in self.C_noise and len(self.C_noise) > 1:
+      raise ValueError(
+        f'--C_noise={",".join(map(str, self.C_noise))}: auto chooses from values of its own, and '
+        'must be the only one'
+      )
+    if unknown := [name for name in self.heads if name not in HEADS]:
+      raise ValueError(
+        f'--heads={",".join(self.heads)}: {unknown[0]} is unknown; choose from {", ".join(HEADS)}'
+      )
+    if self.baseline is not None and self.baseline not in self.heads:
+      raise ValueError(f'--baseline={self.baseline} must be one of --heads={",".join(self.heads)}')
+    if self.target not in ('auto', 'votes', 'probabilities'):  # of labels with weights
+      raise ValueError(f"--target={self.target} must be 'auto' or 'votes'")
+    if self.folds < 2:
+      raise ValueError(f'--folds={self.folds} must be at least 2')
+    if not 0 < self.validation < 1:
+      raise ValueError(f'--validation={self.validation} must be a share in (0, 1)')
+    if not self.tol > 0:
+      raise ValueError(f'--tol={self.tol} must be a number > 0')
+
+  def grid(self, head: str) -> list[dict[str, Any]]:
+    """Settings of the estimator at each point of the grid."""
+    points = [{'C': c, 'tau': tau} for c, tau in itertools.product(self.C, self.tau)]
+    if head == 'det':
+      return points
+    c_noise = self.C_noise
+    if len(c_noise) > 1 and 0.0 not in c_noise:
+      c_noise = (0.0, *c_noise)
+    return [
+      {**point, 'C_noise': c, 'num_factors': r, 'num_samples': self.num_samples}
+      for point, c, r in itertools.product(points, c_noise, self.num_factors)
+    ]
