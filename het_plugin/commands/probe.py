@@ -27,7 +27,7 @@ import numpy as np
 
 from het_plugin import estimators, evaluation, measures, reporting, runs
 from het_plugin.commands._rows import FileOrArrays, RowsSettings, files_of, read
-from het_plugin.estimators.settings import GridSettings
+from het_plugin.estimators.settings import GridSettings, part
 from het_plugin.evaluation.names import task_name
 from het_plugin.measures import votes
 from het_plugin.measures.comparison import EXTREME, extreme_share
@@ -80,7 +80,7 @@ def run(settings: Settings) -> reporting.Report:
   train = runs.sources.rows_or_file(train, 'train')
   test = test and runs.sources.rows_or_file(test)
   ood = settings.ood and runs.sources.rows_or_file(settings.ood)
-  return probe(train, test or None, settings, ood, settings.unfinished)
+  return probe(train, test or None, part(settings, GridSettings), ood, settings.unfinished)
 
 
 def _usual_splits(dataset: str) -> list[str]:

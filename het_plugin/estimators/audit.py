@@ -201,8 +201,8 @@ def _fit(features, truth, splits, of_folds, before, number):
     estimator, point, unfinished = probe.fit_best(head, *of_fold, near)
     failures += unfinished
     estimators.append(estimator)
-    grid = {name: [point[name]] for name in ('tau', 'num_factors') if name in point}
-    grid |= {name.lower(): [point[name]] for name in ('C', 'C_noise') if name in point}
+    names = ('C', 'C_noise', 'tau', 'num_factors')
+    grid = {name: (point[name],) for name in names if name in point}
     chosen.append(dataclasses.replace(settings, **grid))
   return estimators, chosen, failures
 

@@ -22,34 +22,23 @@ from sklearn.utils.validation import (
 from het_plugin.estimators import calibration, fitting, inputs, placement, starts, targets
 from het_plugin.estimators.model import Model
 from het_plugin.estimators.selection import NOISE_SHARE
+from het_plugin.estimators.settings import FitSettings, estimator, part
 
 _COUNT = Interval(Integral, 1, None, closed='left')
 
 
-# scikit-learn reads the parameters of an estimator from the signature of `__init__`. It compares
-# and prints estimators itself.
-estimator = dataclasses.dataclass(eq=False, repr=False, kw_only=True)
-
-
 @estimator
-class HeadClassifier(ClassifierMixin, BaseEstimator):
+class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
   """Base of the estimators, with the parameters of all of them, see `DetClassifier`.
 
   A subclass names its head and the head's fields that it exposes.
   """
 
-  C: float = dataclasses.field(default=1.0, kw_only=False)
   tau: float | str = 1.0
   hidden_layers: Sequence[int] = ()
   target: str = 'auto'
   class_weight: dict | str | None = None
-  tol: float = 1e-4
-  max_iter: int = 500
-  solver: str = 'auto'
-  mesh: tuple[int, int] | None = None
-  validation_fraction: float = 0.1
   random_state: Any = 0
-  progress: bool | str = False
 
   _head: ClassVar[str]
   _noise: ClassVar[tuple[str, ...]] = ()
@@ -130,22 +119,21 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       weight = weight * encoded.class_factors(self.class_weight, weight)
       if not weight.any():
         raise ValueError(f'class_weight={self.class_weight} leaves no row a weight above 0')
-    rows = (X, encoded, weight)
-    settings = self._settings()
+    rows = (X, encoded, weight, part(self, FitSettings))
+    seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+    c_noise = NOISE_SHARE * self.C if self.C_noise in (None, 'auto') else self.C_noise
     tau = None if isinstance(self.tau, str) else self.tau
     grid = None
     if self.tau == 'validation':
       make_model = functools.partial(self._model, len(encoded.classes), encoded.link)
-      grid = fitting.tau_grid_nll(make_model, *rows, settings)
+      grid = fitting.tau_grid_nll(make_model, c_noise, *rows, seed)
       tau = min(grid, key=grid.__getitem__)
     model = self._model(len(encoded.classes), encoded.link, tau)
+    problem = fitting.Problem.of(*rows, seed)
     noise_nll = None
     if self.C_noise == 'auto':
-      path = fitting.noise_path(model, *rows, settings, start)
-      settings = dataclasses.replace(settings, c_noise=path.c_noise)
-      noise_nll = path.nll
-      near = path.near
-    done, mean = fitting.fit(model, *rows, settings, start, near)
+      c_noise, noise_nll, near = fitting.noise_path(model, problem, start)
+    done = problem.fit(model, c_noise, start, near)
     # All at the end: a fit that is interrupted leaves no names of classes beside older parameters.
     self.classes_ = encoded.classes
     self.target_ = encoded.kind
@@ -153,8 +141,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     self.tau_grid_nll_ = grid
     self.noise_nll_ = noise_nll
     self.model_ = model
-    self.mean_ = mean
-    self.C_noise_ = 0.0 if self._head == 'det' else settings.c_noise
+    self.mean_ = problem.mean
+    self.C_noise_ = 0.0 if self._head == 'det' else c_noise
     self.params_ = done.params
     self.n_iter_ = done.num_iterations
     self.objective_ = done.objective
@@ -519,19 +507,6 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       class_multiple=1 if self.mesh is None else self.mesh[1],
     )
 
-  def _settings(self) -> fitting.FitSettings:
-    return fitting.FitSettings(
-      c=self.C,
-      c_noise=NOISE_SHARE * self.C if self.C_noise in (None, 'auto') else self.C_noise,
-      tol=self.tol,
-      max_iter=self.max_iter,
-      solver=self.solver,
-      mesh=self.mesh,
-      validation_fraction=self.validation_fraction,
-      progress=self.progress,
-      seed=int(check_random_state(self.random_state).randint(2**31 - 1)),
-    )
-
   def _location(self):
     check_is_fitted(self)
     if self.model_.hidden_layers:
@@ -546,6 +521,11 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
   def _check(self):
     self._validate_params()
+    if self.C_noise == 'auto' and not np.isfinite(self.C):
+      raise ValueError(
+        f"C_noise='auto' chooses a share of C={self.C:g}, which must be finite: give C_noise a "
+        'number'
+      )
     if self.mesh is not None:
       placement.make_mesh(self.mesh)
     widths = self.hidden_layers

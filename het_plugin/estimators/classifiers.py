@@ -2,7 +2,8 @@
 
 import inspect
 
-from het_plugin.estimators.classifier import HeadClassifier, estimator
+from het_plugin.estimators.classifier import HeadClassifier
+from het_plugin.estimators.settings import estimator
 
 
 @estimator

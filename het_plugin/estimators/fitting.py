@@ -1,4 +1,4 @@
-"""A fit of a model to rows, in memory or on disk, and what it says of rows."""
+"""Fits of models to rows, in memory or on disk, and what they say of rows."""
 
 import contextlib
 import dataclasses
@@ -24,6 +24,7 @@ from het_plugin.estimators import (
   stream,
 )
 from het_plugin.estimators.model import Model
+from het_plugin.estimators.settings import FitSettings
 from het_plugin.estimators.targets import Targets
 from het_plugin.system import stopping
 
@@ -44,71 +45,19 @@ _SEEN_GAP = 1e-3  # nats; a smaller gap of far rows is no warning
 TAU_GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class FitSettings:
-  """Settings of a fit, see `DetClassifier` and `HetClassifier`; C_noise = 0 is no noise."""
-
-  c: float
-  c_noise: float
-  tol: float
-  max_iter: int
-  solver: str
-  mesh: Sequence[int] | None
-  validation_fraction: float
-  progress: bool | str
-  seed: int
-
-
-def fit(
-  model: Model,
-  x: np.ndarray,
-  targets: Targets,
-  weight: np.ndarray,
-  settings: FitSettings,
-  start: Any = None,
-  near: starts.Near | None = None,
-) -> tuple[lbfgs.FitResult, np.ndarray]:
-  """Fits a model.
-
-  Args:
-    model: the model.
-    x: features [N, D], finite in memory, or a mapped file whose rows are checked as they are read.
-    targets: the labels of N rows.
-    weight: [N], at least 0.
-    settings: settings of the fit.
-    start: a fitted `DetClassifier` where the noise starts; None fits DET first.
-    near: of `noise_path`, where the searches start, in memory.
-
-  Returns:
-    The fit, and the mean of the features that its parameters expect to be subtracted, [D].
-
-  Raises:
-    ValueError: `start` is not a fit of the same rows and settings, or rows of a mapped file are not
-      finite.
-  """
-  fitted = model if settings.c_noise else model.deterministic
-  with placement.on(settings.mesh):
-    data = _Data.of(x, targets, weight, settings)
-    det_fit = data.fit_of(start, model, settings)
-    with data.stoppable():
-      done = data.bounded(
-        fitted, data.minimise(fitted, data.weight, settings, det_fit, near), settings
-      )
-  if fitted != model:
-    params = starts.without_noise(model.init(settings.seed, x.shape[1]), done.params)
-    done = dataclasses.replace(done, params=params)
-  return done, data.mean
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Data:
-  """Rows in memory, without those of weight 0, or on disk.
+class Problem:
+  """Rows to fit heads to: in memory, without those of weight 0, or on disk.
 
   Attributes:
-    x, targets, weight: as in `fit`.
-    mean: [D], the centre of `inputs.spread`.
+    x: features [N, D].
+    targets: their labels.
+    weight: [N], at least 0.
+    mean: [D], the centre of `inputs.spread`, which is subtracted from the features.
     far: in memory its rows are moved already.
-    on_disk: whether a fit reads them again and again.
+    on_disk: whether a fit reads the rows again and again.
+    settings: of the fits.
+    seed: of hidden layers, noise and splits.
   """
 
   x: np.ndarray
@@ -117,9 +66,23 @@ class _Data:
   mean: np.ndarray
   far: inputs.Far
   on_disk: bool
+  settings: FitSettings
+  seed: int
 
   @classmethod
-  def of(cls, x: Any, targets: Targets, weight: np.ndarray, settings: FitSettings) -> '_Data':
+  def of(
+    cls, x: Any, targets: Targets, weight: np.ndarray, settings: FitSettings, seed: int
+  ) -> 'Problem':
+    """The problem of all rows.
+
+    Args:
+      x: features [N, D], finite in memory, or a mapped file whose rows are checked as they are
+        read.
+      targets, weight, settings, seed: the attributes, of all rows.
+
+    Raises:
+      ValueError: rows of a mapped file are not finite.
+    """
     on_disk = inputs.streams(x, settings.solver)
     if not on_disk:
       keep = weight > 0
@@ -134,15 +97,123 @@ class _Data:
     if len(far.moved) and not on_disk:
       x = np.array(x)
       x[far.moved] = far.values
-    return cls(x, targets, weight, where.centre, far, on_disk)
+    return cls(x, targets, weight, where.centre, far, on_disk, settings, seed)
 
-  def stoppable(self) -> contextlib.AbstractContextManager:
+  def under(self, **changes: Any) -> 'Problem':
+    """The same rows under other settings."""
+    return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **changes))
+
+  def fit(
+    self, model: Model, c_noise: float, start: Any = None, near: starts.Near | None = None
+  ) -> lbfgs.FitResult:
+    """Fits a model.
+
+    Args:
+      model: the model.
+      c_noise: inverse strength of the regularisation of its noise; 0 is no noise.
+      start: a fitted `DetClassifier` where the noise starts; None fits DET first.
+      near: of `noise_path`, where the searches start, in memory.
+
+    Raises:
+      ValueError: `start` is not a fit of the same rows and settings.
+    """
+    fitted = model if c_noise else model.deterministic
+    with placement.on(self.settings.mesh):
+      det_fit = self.fit_of(start, model)
+      with self._stoppable():
+        done = self.minimise(fitted, self.weight, c_noise, det_fit, near)
+        done = self._bounded(fitted, c_noise, done)
+    if fitted != model:
+      params = starts.without_noise(model.init(self.seed, self.x.shape[1]), done.params)
+      done = dataclasses.replace(done, params=params)
+    return done
+
+  def fit_of(self, start: Any, model: Model) -> lbfgs.FitResult | None:
+    """The fit of `start`, which must be DET's to the same rows, labels and weights."""
+    if start is None:
+      return None
+    check_is_fitted(start)
+    det = model.deterministic
+    same = start.model_ == det and start.C == self.settings.C
+    if not same or not np.array_equal(start.mean_, self.mean):
+      raise ValueError(
+        'start must be a DetClassifier fitted to the same rows and weights with the same C, tau '
+        f'and hidden_layers; it is {start}'
+      )
+    nll = self.nll(det, start.params_)
+    penalty = float(det.penalty(start.params_)[0]) / (2 * self.settings.C)
+    value = (self.weight @ nll + penalty) / self.weight.sum()
+    if not np.isclose(value, start.objective_, rtol=1e-4, atol=1e-6):
+      raise ValueError(
+        f'start has the objective {start.objective_:.6g}, and {value:.6g} for these rows: it must '
+        'be fitted to the same labels and sample_weight, in memory'
+      )
+    return lbfgs.FitResult(
+      start.params_, start.objective_, start.gradient_, start.n_iter_, start.gap_
+    )
+
+  def nll(self, model: Model, params: dict, rows: np.ndarray | None = None) -> np.ndarray:
+    """NLL of the rows, or of some of them, [N]."""
+    x = self.x if rows is None else self.x[rows]
+    values = self.targets.values if rows is None else self.targets.values[rows]
+    return apply(model, 'nll', params, self.mean, x, values, self.settings.mesh)
+
+  def minimise(
+    self,
+    model: Model,
+    weight: np.ndarray,
+    c_noise: float,
+    det_fit: lbfgs.FitResult | None,
+    near: starts.Near | None = None,
+    falls_back: bool = True,
+  ) -> lbfgs.FitResult:
+    """The fit to rows with these weights [N], which may be 0.
+
+    DET is fitted first, from `near` if it is given, unless `det_fit` is its fit. The result is
+    DET's where noise has a worse objective, if it `falls_back`.
+    """
+    search = self._search(model, weight, c_noise)
+    if det_fit is None:
+      det = model.deterministic
+      if near:
+        start = near.det
+      else:
+        params = det.init(self.seed, self.x.shape[1])
+        start = starts.det_start(det, params, self.targets.class_shares(weight))
+      det_fit = search.best(det, start)
+    if model.head == 'det':
+      return det_fit
+    num_iterations = det_fit.num_iterations
+    if near:
+      start = near.noisy
+    else:
+      start = starts.noisy_start(model, det_fit.params, search.rows, self.seed)
+      grown = search.grown(model, start)
+      start = grown.params
+      num_iterations += grown.num_iterations
+    noisy = search.best(model, start)
+    num_iterations += noisy.num_iterations
+    if falls_back and not noisy.objective <= det_fit.objective + TOLERANCE:
+      noisy = dataclasses.replace(det_fit, params=starts.without_noise(start, det_fit.params))
+    return dataclasses.replace(noisy, num_iterations=num_iterations)
+
+  def _search(self, model: Model, weight: np.ndarray, c_noise: float) -> '_Search':
+    settings = self.settings
+    strengths = settings.C, c_noise or 1.0
+    values = self.x, self.mean, self.targets.values, weight
+    if self.on_disk:
+      rows = stream.make_stream(model, *values, self.far, *strengths, settings.mesh)
+      return _Search(rows, settings, stopping.requested)
+    rows = objective.make_rows(model, *values, *strengths)
+    return _Search(placement.place_rows(rows, settings.mesh), settings, lambda: False)
+
+  def _stoppable(self) -> contextlib.AbstractContextManager:
     """Inside, Ctrl-C ends the searches of rows on disk, which keep what they have."""
     if not self.on_disk or resuming.are_kept():
       return contextlib.nullcontext()
     return stopping.handled(lambda: True, lambda: None)
 
-  def bounded(self, model: Model, done: lbfgs.FitResult, settings: FitSettings) -> lbfgs.FitResult:
+  def _bounded(self, model: Model, c_noise: float, done: lbfgs.FitResult) -> lbfgs.FitResult:
     """The fit with a gap that holds where rows are far from the others.
 
     A far row has a curvature so large that float32 may see no slope in other directions. But its
@@ -156,10 +227,10 @@ class _Data:
     with warnings.catch_warnings():
       warnings.simplefilter('ignore', ConvergenceWarning)
       near = starts.Near(done.params, done.params)
-      others = self.minimise(model, weight, settings, None if model.head == 'det' else done, near)
+      others = self.minimise(model, weight, c_noise, None if model.head == 'det' else done, near)
     least = (others.objective - others.gap) * weight.sum() / self.weight.sum()
     gap = max(done.gap, done.objective - least)
-    if gap - done.gap > max(settings.tol, _SEEN_GAP):
+    if gap - done.gap > max(self.settings.tol, _SEEN_GAP):
       warnings.warn(
         f'{len(self.far.alone)} of the {len(self.x)} rows of X are more than {inputs.FAR:g} times '
         f'as far from the centre as most: the objective of {model.head} may be up to {gap:.1g} '
@@ -169,101 +240,59 @@ class _Data:
       )
     return dataclasses.replace(done, gap=gap)
 
-  def fit_of(self, start: Any, model: Model, settings: FitSettings) -> lbfgs.FitResult | None:
-    """`_fit_of`, if it is a fit to these labels and weights, too."""
-    found = _fit_of(start, model, settings.c, self.mean)
-    if found is not None:
-      det = model.deterministic
-      nll = apply(det, 'nll', found.params, self.mean, self.x, self.targets.values, settings.mesh)
-      penalty = float(det.penalty(found.params)[0]) / (2 * settings.c)
-      value = (self.weight @ nll + penalty) / self.weight.sum()
-      if not np.isclose(value, found.objective, rtol=1e-4, atol=1e-6):
-        raise ValueError(
-          f'start has the objective {found.objective:.6g}, and {value:.6g} for these rows: it must '
-          'be fitted to the same labels and sample_weight, in memory'
-        )
-    return found
 
-  def minimise(
-    self,
-    model: Model,
-    weight: np.ndarray,
-    settings: FitSettings,
-    det_fit: lbfgs.FitResult | None,
-    near: starts.Near | None = None,
-    falls_back: bool = True,
-  ) -> lbfgs.FitResult:
-    """The fit to rows with these weights [N], which may be 0.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Search:
+  """Searches for the parameters with the least objective.
 
-    DET is fitted first, from `near` if it is given, unless `det_fit` is its fit. The result is
-    DET's where noise has a worse objective, if it `falls_back`.
-    """
-    strengths = settings.c, settings.c_noise or 1.0
-    values = self.x, self.mean, self.targets.values, weight
-    if self.on_disk:
-      rows = stream.make_stream(model, *values, self.far, *strengths, settings.mesh)
-    else:
-      rows = placement.place_rows(objective.make_rows(model, *values, *strengths), settings.mesh)
+  Attributes:
+    rows: `objective.Blocks`, or a `stream.Stream`.
+    settings: tolerance, number of iterations and progress.
+    stops: whether to end with what is found.
+  """
 
-    stops = stopping.requested if self.on_disk else lambda: False
+  rows: Any
+  settings: FitSettings
+  stops: Callable[[], bool]
 
-    def search(model, params, rows=rows, max_iter=settings.max_iter):
-      limits: dict[str, Any] = {'tol': settings.tol, 'max_iter': max_iter}
-      limits |= {'progress': settings.progress, 'stops': stops}
-      num_iterations = 0
-      for part, gap, title in rows.stages(model):
-        if title and settings.progress:
-          before = [settings.progress] if isinstance(settings.progress, str) else []
-          limits['progress'] = ', '.join([*before, title])
-        params = placement.place_params(model, params, settings.mesh)
-        with warnings.catch_warnings():
-          if part is not rows:
-            warnings.simplefilter('ignore', ConvergenceWarning)
-          done = resuming.minimise(model, params, part, **limits, gap=gap)
-        params = done.params
-        num_iterations += done.num_iterations
-        if part is not rows and stops():
-          warnings.warn(
-            f'{model.head} has not converged: it was stopped when it was fitted to a part of the '
-            'rows',
-            ConvergenceWarning,
-            stacklevel=2,
-          )
-          break
-      return dataclasses.replace(done, num_iterations=num_iterations)
-
-    def grow(params):
-      """A short search with less regularisation of the noise. Under the full one, noise in slightly
-      wrong directions vanishes before it has turned to better ones.
-      """
-      first, *_ = next(rows.stages(model))
-      weaker = dataclasses.replace(first, noise_strength=first.noise_strength / GROWTH)
+  def best(self, model: Model, params: dict) -> lbfgs.FitResult:
+    """The fit from `params`, to parts of the rows first where they are on disk."""
+    settings = self.settings
+    progress = settings.progress
+    num_iterations = 0
+    for part, gap, title in self.rows.stages(model):
+      if title and settings.progress:
+        before = [settings.progress] if isinstance(settings.progress, str) else []
+        progress = ', '.join([*before, title])
+      params = placement.place_params(model, params, settings.mesh)
+      limits = {'tol': settings.tol, 'max_iter': settings.max_iter, 'gap': gap}
       with warnings.catch_warnings():
-        warnings.simplefilter('ignore', ConvergenceWarning)
-        return search(model, params, weaker, min(GROWTH_ITERATIONS, settings.max_iter))
+        if part is not self.rows:
+          warnings.simplefilter('ignore', ConvergenceWarning)
+        done = resuming.minimise(model, params, part, **limits, progress=progress, stops=self.stops)
+      params = done.params
+      num_iterations += done.num_iterations
+      if part is not self.rows and self.stops():
+        warnings.warn(
+          f'{model.head} has not converged: it was stopped when it was fitted to a part of the '
+          'rows',
+          ConvergenceWarning,
+          stacklevel=2,
+        )
+        break
+    return dataclasses.replace(done, num_iterations=num_iterations)
 
-    if det_fit is None:
-      det = model.deterministic
-      if near:
-        start = near.det
-      else:
-        params = det.init(settings.seed, self.x.shape[1])
-        start = starts.det_start(det, params, self.targets.class_shares(weight))
-      det_fit = search(det, start)
-    if model.head == 'det':
-      return det_fit
-    num_iterations = det_fit.num_iterations
-    if near:
-      start = near.noisy
-    else:
-      grown = grow(starts.noisy_start(model, det_fit.params, rows, settings.seed))
-      start = grown.params
-      num_iterations += grown.num_iterations
-    noisy = search(model, start)
-    num_iterations += noisy.num_iterations
-    if falls_back and not noisy.objective <= det_fit.objective + TOLERANCE:
-      noisy = dataclasses.replace(det_fit, params=starts.without_noise(start, det_fit.params))
-    return dataclasses.replace(noisy, num_iterations=num_iterations)
+  def grown(self, model: Model, params: dict) -> lbfgs.FitResult:
+    """A short search with less regularisation of the noise. Under the full one, noise in slightly
+    wrong directions vanishes before it has turned to better ones.
+    """
+    first, *_ = next(self.rows.stages(model))
+    weaker = dataclasses.replace(first, noise_strength=first.noise_strength / GROWTH)
+    max_iter = min(GROWTH_ITERATIONS, self.settings.max_iter)
+    settings = dataclasses.replace(self.settings, max_iter=max_iter)
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore', ConvergenceWarning)
+      return dataclasses.replace(self, rows=weaker, settings=settings).best(model, params)
 
 
 class _Point(NamedTuple):
@@ -275,8 +304,7 @@ class _Point(NamedTuple):
   mean: float
 
 
-@dataclasses.dataclass(frozen=True)
-class NoisePath:
+class NoisePath(NamedTuple):
   """What `noise_path` finds; without held-out rows it is no noise, and None.
 
   Attributes:
@@ -290,14 +318,7 @@ class NoisePath:
   near: starts.Near | None = None
 
 
-def noise_path(
-  model: Model,
-  x: np.ndarray,
-  targets: Targets,
-  weight: np.ndarray,
-  settings: FitSettings,
-  start: Any = None,
-) -> NoisePath:
+def noise_path(model: Model, problem: Problem, start: Any = None) -> NoisePath:
   """Chooses C_noise on held-out rows (`selection`).
 
   The fits to the other rows go from the most noise to the least. Each starts at the one before, and
@@ -308,25 +329,23 @@ def noise_path(
   With fewer than `selection.MIN_HELD_OUT` held-out rows nothing speaks for noise: it warns.
 
   Args:
-    model, x, targets, weight, settings, start: as in `fit`; of rows on disk a tenth chooses.
+    model: the model.
+    problem: its rows; of those on disk a tenth chooses. C is finite.
+    start: as in `Problem.fit`.
 
   Raises:
-    ValueError: C is infinite, or `start` is not a fit of the same rows.
+    ValueError: `start` is not a fit of the same rows.
   """
-  if not np.isfinite(settings.c):
-    raise ValueError(
-      f"C_noise='auto' chooses a share of C={settings.c:g}, which must be finite: give C_noise a "
-      'number'
-    )
-  if inputs.streams(x, settings.solver):
-    x, targets, weight = stream.sample(x, targets, weight, settings.seed)
+  settings = problem.settings
+  if problem.on_disk:
+    some = stream.sample(problem.x, problem.targets, problem.weight, problem.seed)
     settings = dataclasses.replace(settings, solver='lbfgs')
+    problem = Problem.of(*some, settings, problem.seed)
     start = None
   with placement.on(settings.mesh), warnings.catch_warnings():
     warnings.simplefilter('ignore', ConvergenceWarning)
-    data = _Data.of(x, targets, weight, settings)
-    whole = data.fit_of(start, model, settings)
-    held_out = selection.held_out_rows(data.targets.main_class(), settings.seed)
+    whole = problem.fit_of(start, model)
+    held_out = selection.held_out_rows(problem.targets.main_class(), problem.seed)
     if held_out.sum() < selection.MIN_HELD_OUT:
       warnings.warn(
         f"C_noise='auto' takes no noise: it holds out one row in {selection.HELD_OUT} of each "
@@ -334,41 +353,39 @@ def noise_path(
         stacklevel=3,
       )
       return NoisePath(0.0)
-    fitted = np.where(held_out, 0.0, data.weight)
-    weight = data.weight[held_out]
-    rows = data.x[held_out], data.targets.values[held_out]
+    fitted = np.where(held_out, 0.0, problem.weight)
+    weight = problem.weight[held_out]
+    # Differences of a standard error need no more points of the integral, iterations and digits.
+    rough = dataclasses.replace(model, num_samples=min(model.num_samples, PATH_SAMPLES))
+    trial = {
+      'tol': max(settings.tol, PATH_TOLERANCE),
+      'max_iter': min(settings.max_iter, PATH_TRIAL),
+    }
+    rest = trial | {'max_iter': max(1, min(settings.max_iter, PATH_ITERATIONS) - trial['max_iter'])}
 
-    def point(model, c_noise, det_fit=None, near=None, max_iter=None):
-      limits = dataclasses.replace(settings, c_noise=c_noise)
+    def point(model, c_noise, det_fit, near, limits, falls_back=True):
       if isinstance(settings.progress, str):  # the title of a bar
-        limits = dataclasses.replace(limits, progress=f'{settings.progress}, C_noise={c_noise:.3g}')
-      if max_iter is not None:
-        tol = max(settings.tol, PATH_TOLERANCE)
-        limits = dataclasses.replace(limits, tol=tol, max_iter=max_iter)
-      done = data.minimise(model, fitted, limits, det_fit, near, max_iter != begun)
-      nll = apply(model, 'nll', done.params, data.mean, *rows, settings.mesh)
+        limits = limits | {'progress': f'{settings.progress}, C_noise={c_noise:.3g}'}
+      of_rows = problem.under(**limits)
+      done = of_rows.minimise(model, fitted, c_noise, det_fit, near, falls_back)
+      nll = problem.nll(model, done.params, held_out)
       return _Point(c_noise, done, nll, float(np.average(nll, weights=weight)))
 
-    # Differences of a standard error need no more points of the integral.
-    model = dataclasses.replace(model, num_samples=min(model.num_samples, PATH_SAMPLES))
-    begun = min(settings.max_iter, PATH_TRIAL)
-    rest = max(1, min(settings.max_iter, PATH_ITERATIONS) - begun)
     near = None if whole is None else starts.Near(whole.params, {})
-    points = [point(model.deterministic, 0.0, near=near)]
+    points = [point(model.deterministic, 0.0, None, near, {})]
     det = points[0].fit
     near = None
     shares = list(selection.NOISE_SHARES)
     while shares:
-      c_noise = shares.pop(0) * settings.c
-      new = point(model, c_noise, det, near, begun)
+      c_noise = shares.pop(0) * settings.C
+      new = point(rough, c_noise, det, near, trial, falls_back=False)
       least = min(points, key=lambda point: point.mean).nll
       # One that is not below DET yet has more noise than it needs, of the point before.
       has_fitted = new.fit.objective < det.objective
-      is_hopeless = has_fitted and selection.is_hopeless(new.nll, least, weight)
-      if is_hopeless:
+      if has_fitted and selection.is_hopeless(new.nll, least, weight):
         shares = shares[1:] or shares  # and its neighbour is left out, unless it is the last
       else:
-        new = point(model, c_noise, det, starts.Near(det.params, new.fit.params), rest)
+        new = point(rough, c_noise, det, starts.Near(det.params, new.fit.params), rest)
       points.append(new)
       best = min(points, key=lambda point: point.mean)
       has_vanished = new.fit.objective == det.objective
@@ -382,48 +399,33 @@ def noise_path(
   return NoisePath(chosen.c_noise, means, starts.Near(det.params, chosen.fit.params))
 
 
-def _fit_of(start, model, c, mean):
-  """The fit of `start`, which must be DET's to the same rows."""
-  if start is None:
-    return None
-  check_is_fitted(start)
-  same = start.model_ == model.deterministic and start.C == c
-  if not same or not np.array_equal(start.mean_, mean):
-    raise ValueError(
-      'start must be a DetClassifier fitted to the same rows and weights with the same C, tau '
-      f'and hidden_layers; it is {start}'
-    )
-  return lbfgs.FitResult(
-    start.params_, start.objective_, start.gradient_, start.n_iter_, start.gap_
-  )
-
-
 def tau_grid_nll(
   make_model: Callable[[float], Model],
+  c_noise: float,
   x: np.ndarray,
   targets: Targets,
   weight: np.ndarray,
   settings: FitSettings,
+  seed: int,
 ) -> dict[float, float]:
   """The mean NLL of held-out rows, nats, under the fit to the others with each tau of `TAU_GRID`.
 
   Args:
     make_model: the model of a tau.
-    x, targets, weight, settings: as in `fit`.
+    c_noise: as in `Problem.fit`.
+    x, targets, weight, settings, seed: as in `Problem.of`.
   """
   _, held_out = train_test_split(
-    np.flatnonzero(weight > 0),
-    test_size=settings.validation_fraction,
-    random_state=settings.seed,
+    np.flatnonzero(weight > 0), test_size=settings.validation_fraction, random_state=seed
   )
   held_out = np.sort(held_out)
   weight_of_fit = np.array(weight)
   weight_of_fit[held_out] = 0.0
+  problem = Problem.of(x, targets, weight_of_fit, settings, seed)
   found = {}
   for tau in TAU_GRID:
     model = make_model(tau)
-    done, mean = fit(model, x, targets, weight_of_fit, settings)
-    of_fit = model, 'nll', done.params, mean
+    of_fit = model, 'nll', problem.fit(model, c_noise).params, problem.mean
     nll = [
       apply(*of_fit, x[part], targets.values[part], mesh=settings.mesh)
       for part in inputs.parts(held_out, x)
@@ -446,7 +448,7 @@ def apply(
   Args:
     model: the model.
     method: its name, of (params, x) or (params, x, target).
-    params, mean: what `fit` gives.
+    params, mean: of a `Problem` and its fit.
     x: features, finite in memory, or a mapped file.
     target: `Targets.values`.
     mesh: (data, model) numbers of devices.

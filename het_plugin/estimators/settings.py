@@ -2,10 +2,30 @@
 
 import dataclasses
 import itertools
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from het_plugin.system.flag_values import HEADS, NO_FLAG
 from het_plugin.system.ranges import Count
+
+_Settings = TypeVar('_Settings', 'FitSettings', 'GridSettings')
+
+# scikit-learn reads the parameters of an estimator from the signature of `__init__`. It compares
+# and prints estimators itself.
+estimator = dataclasses.dataclass(eq=False, repr=False, kw_only=True)
+
+
+@estimator
+class FitSettings:
+  """Settings of a fit, which are parameters of the estimators: see `DetClassifier`."""
+
+  C: float = dataclasses.field(default=1.0, kw_only=False)
+  tol: float = 1e-4
+  max_iter: int = 500
+  solver: str = 'auto'
+  mesh: Sequence[int] | None = None
+  validation_fraction: float = 0.1
+  progress: bool | str = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,3 +113,8 @@ class GridSettings:
       {**point, 'C_noise': c, 'num_factors': r, 'num_samples': self.num_samples}
       for point, c, r in itertools.product(points, c_noise, self.num_factors)
     ]
+
+
+def part(settings: Any, kind: type[_Settings]) -> _Settings:
+  """The settings of a kind, from an object that has more."""
+  return kind(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(kind)})

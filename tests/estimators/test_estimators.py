@@ -488,7 +488,9 @@ def test_a_fit_that_is_interrupted_leaves_the_one_before(monkeypatch):
   det = DetClassifier(**settings).fit(x, y)
   other = DetClassifier(**settings)
   expected = det.predict(x)
-  monkeypatch.setattr(fitting, 'fit', lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+  monkeypatch.setattr(
+    fitting.Problem, 'fit', lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+  )
   for estimator in (det, other):
     with pytest.raises(KeyboardInterrupt):
       estimator.fit(x, np.array(list('abcd'))[y])
