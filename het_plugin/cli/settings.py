@@ -163,16 +163,47 @@ class Processes(CommandSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReportFolder(CommandSettings):
+class Batches(Processes):
+  """Settings of a command that computes examples.
+
+  Attributes:
+    batch_size: Global batch.
+  """
+
+  batch_size: Count = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JsonFile(CommandSettings):
+  """Place of results.
+
+  Attributes:
+    json: Where to write all results as JSON.
+  """
+
+  json: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResultFiles(JsonFile):
+  """Places of results.
+
+  Attributes:
+    html: Where to write them as a page.
+  """
+
+  html: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportFolder(JsonFile):
   """Places of a report.
 
   Attributes:
-    output_dir: Where the report goes.
-    json: Another place for results.json.
+    output_dir: Where the report goes, with results.json.
   """
 
   output_dir: str | None = None
-  json: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,7 @@ import numpy as np
 
 from het_plugin import estimators, measures, reporting, runs, weights
 from het_plugin import rows as rows_lib
-from het_plugin.cli.settings import OneOf
+from het_plugin.cli.settings import OneOf, ResultFiles
 from het_plugin.commands._rows import FileOrArrays, RowsSettings, read
 from het_plugin.estimators.settings import GridSettings
 from het_plugin.rows import files
@@ -50,7 +50,7 @@ _OF_FITS = ('head', 'C', 'C_noise', 'num_factors', 'rounds', 'folds', 'max_iter'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(RowsSettings):
+class Settings(RowsSettings, ResultFiles):
   """Which labels are audited, and how.
 
   Attributes:
@@ -70,8 +70,6 @@ class Settings(RowsSettings):
       webdataset:PATTERN read it as PATH?labels=FILE.
     pred_probs: A .npy file of out-of-fold probabilities [N, K], instead of fits.
     write_pred_probs: Where to write the out-of-fold probabilities [N, K], as .npy.
-    json: Where to write all results.
-    html: Where to write a page.
   """
 
   dataset: str | None = None
@@ -88,8 +86,6 @@ class Settings(RowsSettings):
   suggest: str | None = None
   pred_probs: str | None = None
   write_pred_probs: str | None = None
-  json: str | None = None
-  html: str | None = None
 
   @property
   def fits(self) -> GridSettings:

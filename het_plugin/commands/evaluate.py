@@ -27,7 +27,7 @@ import numpy as np
 
 from het_plugin import data, evaluation, measures, reporting, runs, training, weights
 from het_plugin import rows as rows_lib
-from het_plugin.cli.settings import Gin, Processes, Repeated, ReportFolder
+from het_plugin.cli.settings import Batches, Gin, Repeated, ReportFolder
 from het_plugin.evaluation.names import naming, short_names
 from het_plugin.measures import votes
 from het_plugin.rows import Rows
@@ -36,7 +36,7 @@ from het_plugin.system.ranges import Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(ReportFolder, Gin, Processes):
+class Settings(ReportFolder, Gin, Batches):
   """What is evaluated, and on what.
 
   Attributes:
@@ -48,7 +48,6 @@ class Settings(ReportFolder, Gin, Processes):
     ood_dataset: A task with unknown inputs.
     ood_split: Split of --ood_dataset.
     max_examples: Largest number of examples per split, chosen at random.
-    batch_size: Global batch.
     save_predictions: Writes OUTPUT_DIR/predictions/NAME.npz.
     covariance_images: Number of images to draw class correlations of.
     covariance_index: Example ids to draw instead.
@@ -62,7 +61,6 @@ class Settings(ReportFolder, Gin, Processes):
   ood_dataset: str | None = None
   ood_split: str | None = None
   max_examples: Count | None = None
-  batch_size: Count = 256
   save_predictions: bool = False
   covariance_images: Annotated[int, '[0, inf)'] = 4
   covariance_index: tuple[int, ...] = ()

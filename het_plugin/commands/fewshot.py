@@ -27,7 +27,7 @@ import numpy as np
 
 from het_plugin import evaluation, reporting, runs
 from het_plugin import rows as rows_lib
-from het_plugin.cli.settings import Gin, OneOf, Processes, Repeated
+from het_plugin.cli.settings import Batches, Gin, OneOf, Repeated, ResultFiles
 from het_plugin.evaluation.names import choose_names, naming
 from het_plugin.measures import comparison, fewshot
 from het_plugin.system.ranges import Count
@@ -43,7 +43,7 @@ _OF_FITS = ('protocol', 'classifier', 'draw', 'l2', 'shots', 'fractions', 'seeds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Gin, Processes):
+class Settings(Gin, Batches, ResultFiles):
   """What is compared, and how.
 
   Attributes:
@@ -65,9 +65,6 @@ class Settings(Gin, Processes):
     fractions: Shares of the examples of each class, beside --shots or, if that is not given, alone.
     seeds: One subset is drawn for each.
     layer: The checkpoints' representation.
-    batch_size: Global batch of the extraction.
-    json: Where all results are written.
-    html: Where to write the results as a page with plots.
   """
 
   aliases: ClassVar = {'dataset': 'datasets', 'split': 'splits'}
@@ -87,9 +84,6 @@ class Settings(Gin, Processes):
   fractions: tuple[Annotated[float, '(0, 1)'], ...] = ()
   seeds: tuple[int, ...] = (0, 1, 2)
   layer: str = 'pre_logits'
-  batch_size: Count = 256
-  json: str | None = None
-  html: str | None = None
 
   def __post_init__(self):
     num_train = len(self.train)

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 
 from het_plugin import data, evaluation, experiments, reporting, runs, system, weights
 from het_plugin import rows as rows_lib
-from het_plugin.cli.settings import Gin, OneOf, Processes, Repeated
+from het_plugin.cli.settings import Batches, Gin, OneOf, Repeated, ResultFiles
 from het_plugin.commands import evaluate, represent, select
 from het_plugin.data import splits
 from het_plugin.evaluation.names import naming
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Gin, Processes):
+class Settings(Gin, Batches, ResultFiles):
   """What is fine-tuned, and how the members are chosen.
 
   Attributes:
@@ -58,11 +58,8 @@ class Settings(Gin, Processes):
     test_split: Split that scores the ensemble.
     max_members: Largest number of members, repetitions included.
     replacement: Whether a member may be added again.
-    batch_size: Global batch of representations and predictions.
     output_dir: Where representations, trained runs and predictions go.
-    json: Where to write the results as JSON.
     png: Where to write the plot.
-    html: Where to write table, plot and command as a page.
   """
 
   checkpoint: Repeated[str] = ()
@@ -75,11 +72,8 @@ class Settings(Gin, Processes):
   test_split: str | None = None
   max_members: Count = 10
   replacement: bool = True
-  batch_size: Count = 256
   output_dir: str | None = None
-  json: str | None = None
   png: str | None = None
-  html: str | None = None
 
 
 def run(settings: Settings) -> reporting.Report:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from het_plugin import estimators, measures, reporting, runs
-from het_plugin.cli.settings import Gin, Processes, Repeated, ReportFolder
+from het_plugin.cli.settings import Batches, Gin, Repeated, ReportFolder
 from het_plugin.commands import evaluate
 from het_plugin.commands._rows import files_of, read
 from het_plugin.commands.probe import targets_of
@@ -33,7 +33,7 @@ _OF_RUNS = ('dataset', 'split', 'batch_size', 'max_examples', 'gin_file', 'gin_b
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(ReportFolder, Gin, Processes):
+class Settings(ReportFolder, Gin, Batches):
   """What is tested, and how.
 
   Attributes:
@@ -44,7 +44,6 @@ class Settings(ReportFolder, Gin, Processes):
     dataset: A task. Default: the task that the run was trained on.
     split: A split of the task. Default: the split that the run was evaluated on.
     max_examples: Largest number of examples of a run, chosen at random.
-    batch_size: Global batch.
     heads: Heads to test, from het, het_h, het_xl.
     C: Inverse strength of the regularisation, as in scikit-learn.
     num_factors: R.
@@ -61,7 +60,6 @@ class Settings(ReportFolder, Gin, Processes):
   dataset: str | None = None
   split: str | None = None
   max_examples: Count | None = None
-  batch_size: Count = 256
   heads: tuple[str, ...] = HEADS[1:]
   C: float = 1.0
   num_factors: Count = 8

@@ -21,14 +21,14 @@ import sys
 from typing import Literal
 
 from het_plugin import reporting
-from het_plugin.cli.settings import Gin
+from het_plugin.cli.settings import Gin, JsonFile
 from het_plugin.system import run_files
 from het_plugin.system.flag_values import HEADS
 from het_plugin.system.ranges import Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Gin):
+class Settings(Gin, JsonFile):
   """What is compiled, and for what.
 
   Attributes:
@@ -45,7 +45,6 @@ class Settings(Gin):
     batches: Batch sizes in the grid.
     samples: Numbers of samples in the grid.
     png: Where to draw the grid.
-    json: Where to write all numbers.
   """
 
   topology: str = 'cpu:8'
@@ -58,7 +57,6 @@ class Settings(Gin):
   batches: tuple[Count, ...] = (1024, 2048, 4096, 6144)
   samples: tuple[Count, ...] = (10, 100, 1000)
   png: str | None = None
-  json: str | None = None
 
 
 def run(settings: Settings) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from het_plugin import data, measures, reporting, runs, weights
-from het_plugin.cli.settings import Gin, Processes
+from het_plugin.cli.settings import Batches, Gin, JsonFile
 from het_plugin.rows import Rows, read
 from het_plugin.rows.files import reading
 from het_plugin.system.ranges import Count
@@ -34,24 +34,20 @@ _SHOWN = 20  # rows of the printed table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Gin, Processes):
+class Settings(Gin, Batches, JsonFile):
   """What predicts, and for which images.
 
   Attributes:
     checkpoint: A run's directory, a checkpoint in it, or a file of predictions.
     dataset: An image file, a folder of images, or a .npz file.
     top: Classes per image at most.
-    batch_size: Global batch.
     csv: Where all rows are written as CSV.
-    json: Where all rows are written as JSON.
   """
 
   checkpoint: str | None = None
   dataset: str | None = None
   top: Count = 5
-  batch_size: Count = 256
   csv: str | None = None
-  json: str | None = None
 
 
 def run(settings: Settings) -> reporting.Report:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from het_plugin import estimators, evaluation, measures, reporting, runs
+from het_plugin.cli.settings import ResultFiles
 from het_plugin.commands._rows import FileOrArrays, RowsSettings, files_of, read
 from het_plugin.estimators.settings import GridSettings, part
 from het_plugin.evaluation.names import task_name
@@ -38,7 +39,7 @@ _COMPARED = ('nll', 'brier', 'precision_at_1')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(RowsSettings, GridSettings):
+class Settings(RowsSettings, GridSettings, ResultFiles):
   """What is fitted, and to what.
 
   Attributes:
@@ -50,16 +51,12 @@ class Settings(RowsSettings, GridSettings):
       F.npz:SPLIT if it has several; a run, or a task.
     splits: Splits of --dataset to fit to and to score on. Default: train, and test or else
       validation.
-    json: Where to write the rows.
-    html: Where to write a page with plots.
   """
 
   train: str | None = None
   test: str | None = None
   ood: str | None = None
   splits: tuple[str, ...] | None = None
-  json: str | None = None
-  html: str | None = None
 
 
 def run(settings: Settings) -> reporting.Report:

@@ -37,13 +37,11 @@ class Settings(ReportFolder, Gin):
     run: The gin file that all heads share.
     heads: Heads to train, from det,det_learned_tau,het,het_h,het_xl.
     output_dir: Where everything goes.
-    json: A second copy of results.json.
   """
 
   run: str = RUN
   heads: tuple[str, ...] = ('det', 'det_learned_tau', 'het', 'het_h', 'het_xl')
   output_dir: str = 'runs/quickstart'
-  json: str | None = None
 
 
 def run(settings: Settings) -> reporting.Report:

@@ -27,7 +27,7 @@ import numpy as np
 
 from het_plugin import data, reporting, runs, system
 from het_plugin import rows as rows_lib
-from het_plugin.cli.settings import Gin, OneOf, Processes
+from het_plugin.cli.settings import Batches, Gin, JsonFile, OneOf
 from het_plugin.evaluation.names import task_name
 from het_plugin.rows import files
 from het_plugin.system import run_files
@@ -55,7 +55,7 @@ _OF_RUNS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Gin, Processes):
+class Settings(Gin, Batches, JsonFile):
   """What is represented, and where it is written.
 
   Attributes:
@@ -68,11 +68,9 @@ class Settings(Gin, Processes):
     output_dir: Where DATASET/LAYER/SPLIT files are written.
     format: Format of the files.
     dtype: Type of the features.
-    batch_size: Global batch.
     max_examples: At most so many examples per split, chosen at random.
     image_size: Side in pixels; what the run was trained on by default.
     overwrite: Replaces files that were made with other settings.
-    json: Where the table is written as JSON.
   """
 
   aliases: ClassVar = {'split': 'splits'}
@@ -86,11 +84,9 @@ class Settings(Gin, Processes):
   output_dir: str | None = None
   format: Annotated[str, OneOf(('safetensors', 'npz'))] = 'safetensors'
   dtype: Annotated[str, OneOf(files.DTYPES)] = 'float32'
-  batch_size: Count = 256
   max_examples: Count | None = None
   image_size: Count | None = None
   overwrite: bool = False
-  json: str | None = None
 
 
 def run(settings: Settings) -> reporting.Report:

@@ -25,7 +25,7 @@ import numpy as np
 
 from het_plugin import evaluation, measures, reporting, runs
 from het_plugin import rows as rows_lib
-from het_plugin.cli.settings import Gin, OneOf, Repeated
+from het_plugin.cli.settings import Gin, OneOf, Repeated, ResultFiles
 from het_plugin.evaluation.names import naming
 from het_plugin.measures import fewshot, greedy_ensemble, votes
 from het_plugin.measures import knn as neighbors
@@ -47,7 +47,7 @@ _RANKME = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Gin):
+class Settings(Gin, ResultFiles):
   """What is compared, and how.
 
   Attributes:
@@ -64,9 +64,7 @@ class Settings(Gin):
     max_examples: Most examples of RankMe, chosen at random.
     max_members: Largest number of members, repetitions included.
     replacement: Whether a member may be added again.
-    json: Where to write the results as JSON.
     png: Where to write the plot.
-    html: Where to write table, plot and command as a page.
   """
 
   takes_words: ClassVar[bool] = True
@@ -84,9 +82,7 @@ class Settings(Gin):
   max_examples: Count = measures.rankme.MAX_EXAMPLES
   max_members: Count = 10
   replacement: bool = True
-  json: str | None = None
   png: str | None = None
-  html: str | None = None
 
 
 def knn(settings: Settings) -> reporting.Report:

@@ -18,8 +18,7 @@ from typing import Any
 from etils import epath
 
 from het_plugin import data, evaluation, measures, reporting, runs, training
-from het_plugin.cli.settings import Gin, Processes, Repeated
-from het_plugin.system.ranges import Count
+from het_plugin.cli.settings import Batches, Gin, Repeated, ResultFiles
 
 PyTree = Any
 UNIFORM = 'uniform'
@@ -47,7 +46,7 @@ def greedy_soup(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Gin, Processes):
+class Settings(Gin, Batches, ResultFiles):
   """What is averaged, and what chooses.
 
   Attributes:
@@ -56,20 +55,14 @@ class Settings(Gin, Processes):
     names: Names of the candidates. Default: the parts in which their paths differ.
     dataset: A task. Default: the task of the first run.
     split: Split that chooses the members, by precision@1.
-    batch_size: Global batch.
     output_dir: Gets a run `uniform` and a run `greedy`, which every command opens.
-    json: Where to write the results as JSON.
-    html: Where to write table and command as a page.
   """
 
   checkpoint: Repeated[str] = ()
   names: tuple[str, ...] | None = None
   dataset: str | None = None
   split: str = 'validation'
-  batch_size: Count = 256
   output_dir: str | None = None
-  json: str | None = None
-  html: str | None = None
 
 
 def run(settings: Settings) -> reporting.Report:

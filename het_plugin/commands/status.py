@@ -13,7 +13,7 @@ import time
 from typing import Annotated, ClassVar
 
 from het_plugin import reporting
-from het_plugin.cli.settings import CommandSettings
+from het_plugin.cli.settings import ResultFiles
 from het_plugin.operations import attempts, run_status, status_report
 from het_plugin.system import run_files
 from het_plugin.system.ranges import Count
@@ -22,12 +22,10 @@ _CLEAR = '\x1b[H\x1b[2J'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(CommandSettings):
+class Settings(ResultFiles):
   """What is shown of a run.
 
   Attributes:
-    json: Where to write the same facts as JSON.
-    html: Where to write them as a page.
     watch: Seconds between two readings, until the run is done.
     stale_seconds: A run or process without a sign of life for this long counts as dead.
     profile_steps: Asks the run to profile its next steps; the value is their number.
@@ -35,8 +33,6 @@ class Settings(CommandSettings):
 
   takes_words: ClassVar[bool] = True
 
-  json: str | None = None
-  html: str | None = None
   watch: Annotated[float, '[0.1, inf)'] | None = None
   stale_seconds: Annotated[float, '[1, inf)'] = 60.0
   profile_steps: Count | None = None

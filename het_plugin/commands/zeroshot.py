@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from het_plugin import evaluation, reporting, runs
-from het_plugin.cli.settings import Gin, Processes, Repeated
+from het_plugin.cli.settings import Batches, Gin, JsonFile, Repeated
 from het_plugin.evaluation.names import check_names, choose_names, named_task, naming, short_names
 from het_plugin.measures import comparison
 from het_plugin.system.ranges import Count
@@ -37,7 +37,7 @@ _OF_DATASETS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Gin, Processes):
+class Settings(Gin, Batches, JsonFile):
   """What is evaluated, on which data sets.
 
   Attributes:
@@ -54,8 +54,6 @@ class Settings(Gin, Processes):
     max_examples: Largest number of examples, a fixed random choice.
     resize: How photographs are made square.
     samples: Ranks classes by their probability under this number of noise samples.
-    batch_size: Global batch of images and of texts.
-    json: Where to write all results.
   """
 
   checkpoint: Repeated[str] = ()
@@ -70,8 +68,6 @@ class Settings(Gin, Processes):
   max_examples: Count | None = None
   resize: Literal['aspect', 'squash'] | None = None
   samples: Annotated[int, '[0, inf)'] = 0
-  batch_size: Count = 256
-  json: str | None = None
 
 
 def run(settings: Settings) -> reporting.Report:

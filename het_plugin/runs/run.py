@@ -28,7 +28,6 @@ if TYPE_CHECKING:
   from het_plugin.data import preprocess
 
 PyTree = Any
-POOLS = ('mean', 'none')
 TEST_SPLITS = ('test', 'validation')
 
 
