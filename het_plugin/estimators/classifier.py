@@ -25,6 +25,7 @@ from het_plugin.estimators.selection import NOISE_SHARE
 from het_plugin.estimators.settings import FitSettings, estimator, part
 
 _COUNT = Interval(Integral, 1, None, closed='left')
+_WEIGHTS = 1e-30, 1e30  # whose sums float32 holds
 
 
 @estimator
@@ -119,6 +120,11 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
       weight = weight * encoded.class_factors(self.class_weight, weight)
       if not weight.any():
         raise ValueError(f'class_weight={self.class_weight} leaves no row a weight above 0')
+    if not _WEIGHTS[0] <= weight.max() <= _WEIGHTS[1]:
+      raise ValueError(
+        f'the largest weight of a row is {weight.max():g}; it must be in {_WEIGHTS[0]:g} .. '
+        f'{_WEIGHTS[1]:g}: multiply the weights, and 1 / C, by a number'
+      )
     rows = (X, encoded, weight, part(self, FitSettings))
     seed = int(check_random_state(self.random_state).randint(2**31 - 1))
     c_noise = NOISE_SHARE * self.C if self.C_noise in (None, 'auto') else self.C_noise

@@ -141,11 +141,11 @@ class Report:
       write_json(self.json, path)
     if folder:
       _replace(folder / 'results.txt', f'{self.text()}\n'.encode())
-    if png or html or folder:
-      self._write_plots(program, png, html, folder)
     for flag, path in (others or {}).items():
       if path:
         self.writers[flag](path)
+    if png or html or folder:  # the last, because a defect of a plot ends the program
+      self._write_plots(program, png, html, folder)
     self.written()
 
   def _write_plots(

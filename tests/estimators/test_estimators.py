@@ -331,6 +331,9 @@ def test_wrong_class_weights_are_one_sentence():
       DetClassifier(class_weight=wrong).fit(x, y)
   with pytest.raises(ValueError, match='one non-zero number|sample_weight is 0 for all rows'):
     DetClassifier().fit(x, y, sample_weight=np.zeros(20))
+  for weight in (1e-300, 1e300):  # which float32 does not hold
+    with pytest.raises(ValueError, match='largest weight of a row is 1e.300; it must be in'):
+      DetClassifier().fit(x, y, sample_weight=np.full(20, weight))
   with pytest.raises(ValueError, match="needs one class per row; y is of the kind 'indicator'"):
     DetClassifier(class_weight='balanced').fit(x, np.eye(4, dtype=int)[y])
 

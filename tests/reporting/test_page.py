@@ -98,11 +98,13 @@ def test_a_plot_that_fails_loses_no_number(tmp_path):
   def draw():
     raise ZeroDivisionError
 
+  writers = {'csv': lambda path: reporting.write_csv(['nll'], [{'nll': 0.5}], path)}
   report = reporting.Report(
-    'title', 'of a file', {'nll': 0.5}, [{'name': 'a', 'nll': 0.5}], draw=draw
+    'title', 'of a file', {'nll': 0.5}, [{'name': 'a', 'nll': 0.5}], draw=draw, writers=writers
   )
   with pytest.raises(ZeroDivisionError):
-    report.write('het_plugin.evaluate', output_dir=tmp_path)
+    report.write('het_plugin.audit', output_dir=tmp_path, others={'csv': str(tmp_path / 'a.csv')})
+  assert (tmp_path / 'a.csv').read_text() == 'nll\n0.5\n'
   assert json.loads((tmp_path / 'results.json').read_text()) == {'nll': 0.5}
   for name in ('results.txt', 'index.html'):
     assert '0.500' in (tmp_path / name).read_text()
