@@ -25,6 +25,8 @@ NUM_AXIS_ROUNDS = 2
 NUM_PRODUCTS = 2
 HIGHEST = jax.lax.Precision.HIGHEST  # a rotation that is not orthogonal is a bias
 
+Rotation = tuple[jax.Array, jax.Array]  # V [B, T, m], P [B, m, T] of M = I - V P
+
 
 @struct.dataclass
 class Draws:
@@ -32,25 +34,36 @@ class Draws:
 
   Attributes:
     keys: typed PRNG keys [B], one per example, or [1], whose draws all examples share.
-    rotation: (V [B, T, m], P [B, m, T]) of U = I - P^T V^T; None for the sampler's own coordinates.
+    rotation: V and P of z M = z - z V P; None for the sampler's own coordinates.
   """
 
   keys: jax.Array
-  rotation: tuple[jax.Array, jax.Array] | None = None
+  rotation: Rotation | None = None
 
   def normals(self, sampler: Sampler, sample_index: jax.Array, num_normals: int) -> jax.Array:
     """z [B, s, T], or [1, s, T] if all examples share it."""
-    z = sampler(self.keys, sample_index, num_normals)
-    if self.rotation is None:
-      return z
-    left, right = (x.astype(z.dtype) for x in self.rotation)
-    z = jnp.broadcast_to(z, (left.shape[0], *z.shape[1:]))
-    along = jnp.einsum('bst,btm->bsm', z, left, precision=HIGHEST)
-    return z - jnp.einsum('bsm,bmt->bst', along, right, precision=HIGHEST)
+    return rotated(sampler(self.keys, sample_index, num_normals), self.rotation)
 
   def log_weight(self, sample_index: jax.Array) -> None:
     """None: all points with numbers [s] count alike."""
     del sample_index
+
+
+def rotated(z: jax.Array, rotation: Rotation | None) -> jax.Array:
+  """z M [B, s, T] of z [B, s, T] or [1, s, T]; z itself without a rotation."""
+  if rotation is None:
+    return z
+  left, right = (x.astype(z.dtype) for x in rotation)
+  z = jnp.broadcast_to(z, (left.shape[0], *z.shape[1:]))
+  along = jnp.einsum('bst,btm->bsm', z, left, precision=HIGHEST)
+  return z - jnp.einsum('bsm,bmt->bst', along, right, precision=HIGHEST)
+
+
+def leading_rows(rotation: Rotation, count: int) -> jax.Array:
+  """The first rows of M, [B, count, T]."""
+  left, right = rotation
+  along = jnp.einsum('bmn,bnt->bmt', left[:, :count], right, precision=HIGHEST)
+  return jnp.eye(count, right.shape[-1], dtype=right.dtype) - along
 
 
 def principal_directions(location: jax.Array, factors: jax.Array) -> jax.Array:
@@ -75,7 +88,7 @@ def principal_directions(location: jax.Array, factors: jax.Array) -> jax.Array:
   return jax.lax.stop_gradient(directions)
 
 
-def rotation_to(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rotation_to(rows: jax.Array) -> Rotation:
   """The rotation of `Draws` whose leading columns span rows [B, m, T] (Householder reflections).
 
   Where a row is nearly in the span of those before it, the rest of it is rounding. A coordinate of
@@ -111,10 +124,7 @@ def rotation_to(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def orthonormal(rows: jax.Array) -> jax.Array:
   """Orthonormal rows [B, m, T], m <= T, that span the rows given; also where those span less."""
-  left, right = rotation_to(rows)
-  count, num_normals = rows.shape[1:]
-  along = jnp.einsum('bmn,bnt->bmt', left[:, :count], right, precision=HIGHEST)
-  return jnp.eye(count, num_normals, dtype=rows.dtype) - along
+  return leading_rows(rotation_to(rows), rows.shape[1])
 
 
 # Fewer factors

@@ -52,7 +52,13 @@ from het_plugin.integrate.classes import (
   fold,
   noisy_classes,
 )
-from het_plugin.integrate.directions import HIGHEST, principal_directions
+from het_plugin.integrate.directions import (
+  Rotation,
+  leading_rows,
+  principal_directions,
+  rotated,
+  rotation_to,
+)
 from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Hashed, Linear, LowRank
 from het_plugin.integrate.placement import dims
 from het_plugin.integrate.samplers import Sampler
@@ -63,7 +69,7 @@ POINTS_PER_SAMPLE = 4
 NUM_FIT_STEPS = 3
 NUM_FIT_POINTS = 16
 NUM_BISECTIONS = 12
-_LIBRARY_ENDS = jax.__version_info__ >= (0, 11)
+NUM_FITTED = 16  # classes beside the label that q is fitted to
 SHARE = 0.5
 MAX_SHARES = 6.0  # of the precision, summed over the normals
 MAX_STEP = 2.0  # of the mean of q, in standard deviations of the noise
@@ -78,12 +84,15 @@ class Few:
   """Few classes that stand for all: f_C(z) = softmax(location + z factors) at the first one.
 
   Attributes:
-    location: [B, C + 1], with the logarithm of the weights; the first one is the label.
+    location: [B, C + 1], with the logarithm of the weights; the first one is the label, and the
+      others have descending priorities.
     factors: [B, T, C + 1].
+    guess: the z1 of the weights, [B, T].
   """
 
   location: jax.Array
   factors: jax.Array
+  guess: jax.Array
 
   def log_p(self, z: jax.Array) -> jax.Array:
     """log f_C [B, s] of normals z [B, s, T]."""
@@ -130,6 +139,7 @@ def few_classes(tiling: Tiling, classes: Classes, label: jax.Array | None) -> Fe
   return Few(
     jnp.concatenate([of_label[0], location], axis=-1),
     jnp.concatenate([of_label[1], factors], axis=-1),
+    z,
   )
 
 
@@ -232,56 +242,81 @@ def _mode(tiling: Tiling, classes: Classes, of_label: tuple[jax.Array, jax.Array
 
 @struct.dataclass
 class Gaussian:
-  """The q of the module docstring: z = mean + x inverse with x ~ N(0, I).
+  """The q of the module docstring: z M^T = (mean + x inverse, x') with (x, x') ~ N(0, I).
+
+  It differs from N(0, I) in m dimensions only, the first ones of the rotation M.
 
   Attributes:
-    mean: [B, T].
-    lower: L [B, T, T] of the precision L L^T.
+    mean: [B, m].
+    lower: L [B, m, m] of the precision L L^T.
     inverse: of L.
-    is_mixed: bool [B, 1], whether half of the points come from N(0, I).
+    is_mixed: bool [B, 1], whether half of the points come from N(mean, I).
+    rotation: as in `directions.Draws`; None where m = T.
   """
 
   mean: jax.Array
   lower: jax.Array
   inverse: jax.Array
   is_mixed: jax.Array
+  rotation: Rotation | None
 
   def points(self, x: jax.Array, is_wide: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Differences z - mean [B, s, T] and log q(z) without the constant of N(0, I) [B, s].
+    """The mean and the differences from it, [B, 1 + s, T], of pairs of points; and
+    log N(z; 0, I) / q(z) of mean + difference and of mean - difference, [B, 2, s].
 
     Args:
       x: normals [B, s, T].
       is_wide: bool [s], those that a mixture takes from N(mean, I).
     """
-    away = jnp.einsum('bsn,bnt->bst', x, self.inverse)
-    away = jnp.where(self.is_mixed[..., None] & is_wide[:, None], x, away)
-    x = jnp.einsum('bst,btn->bsn', away, self.lower)
+    size = self.mean.shape[-1]
+    near = x[..., :size]
+    away = jnp.einsum('bsn,bnt->bst', near, self.inverse)
+    away = jnp.where(self.is_mixed[..., None] & is_wide[:, None], near, away)
+    mean = self.mean[:, None]
+    both = jnp.stack([mean + away, mean - away], axis=1)  # [B, 2, s, m]
+
+    near = jnp.einsum('bst,btn->bsn', away, self.lower)
     log_root = jnp.log(jnp.diagonal(self.lower, axis1=-2, axis2=-1)).sum(axis=-1)[:, None]
-    log_q = log_root - 0.5 * jnp.square(x).sum(axis=-1)
+    log_q = log_root - 0.5 * jnp.square(near).sum(axis=-1)
     log_wide = -0.5 * jnp.square(away).sum(axis=-1)
     mixed = jnp.logaddexp(log_q, log_wide) + math.log(0.5)
-    return away, jnp.where(self.is_mixed, mixed, log_q)
+    log_q = jnp.where(self.is_mixed, mixed, log_q)
+    log_ratio = -0.5 * jnp.square(both).sum(axis=-1) - log_q[:, None]
+
+    rest = jnp.pad(x[..., size:], ((0, 0), (1, 0), (0, 0)))
+    z = jnp.concatenate([jnp.concatenate([mean, away], axis=1), rest], axis=-1)
+    return rotated(z, self.rotation), log_ratio
 
 
 def fit(few: Few) -> Gaussian:
   """The q of few classes. With N_k the factors of class k and p = softmax(u), at the solution
 
   mean = E_q[N_y - sum_k p_k N_k],    precision = I + E_q[sum_k p_k N_k N_k^T - (N p) (N p)^T]
+
+  The label, the next `NUM_FITTED` classes and one for all others (`_fewer`) have their noise in as
+  many dimensions, where the fit takes place.
   """
+  location, factors = _fewer(few)
+  batch, num_normals, count = factors.shape
+  rotation = None
+  factors = factors - factors[..., :1]
+  if count - 1 < num_normals:
+    rotation = rotation_to(jnp.swapaxes(factors[..., 1:], 1, 2))
+    factors = jnp.einsum('bmt,btc->bmc', leading_rows(rotation, count - 1), factors)
   # What all classes share is seen by no softmax, and would cancel in float32.
-  shared = jnp.einsum('bc,btc->bt', jax.nn.softmax(few.location), few.factors)
-  factors = few.factors - shared[..., None]
-  batch, num_normals, _ = factors.shape
+  shared = jnp.einsum('bc,btc->bt', jax.nn.softmax(location), factors)
+  factors = factors - shared[..., None]
+  size = factors.shape[1]
   # Antithetic constants; NumPy promises that their values stay.
-  half = np.random.RandomState(0).normal(size=(NUM_FIT_POINTS // 2, num_normals))
+  half = np.random.RandomState(0).normal(size=(NUM_FIT_POINTS // 2, size))
   x = jnp.asarray(np.concatenate([half, -half]), factors.dtype)
   # With zeros of the factors, because inside a `jax.shard_map` these may vary along an axis.
-  square = jnp.zeros_like(factors, shape=(batch, num_normals, num_normals))
-  eye = square + jnp.eye(num_normals, dtype=factors.dtype)
+  square = jnp.zeros_like(factors, shape=(batch, size, size))
+  eye = square + jnp.eye(size, dtype=factors.dtype)
 
   def curvature_at(z: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The gradient of log softmax_y [B, T] and minus its Hessian [B, T, T], at the mean of z."""
-    p = jax.nn.softmax(few.location[:, None] + jnp.einsum('bst,btc->bsc', z, factors))
+    """The gradient of log softmax_y [B, m] and minus its Hessian [B, m, m], at the mean of z."""
+    p = jax.nn.softmax(location[:, None] + jnp.einsum('bst,btc->bsc', z, factors))
     mean = p.mean(axis=1)  # [B, C]
     each = jnp.einsum('bsc,btc->bst', p, factors)
     second = jnp.einsum('btc,buc->btu', factors * mean[:, None], factors)
@@ -300,65 +335,53 @@ def fit(few: Few) -> Gaussian:
     step = step * jnp.minimum(1.0, MAX_STEP / jnp.where(length > 0, length, 1.0))
     return mean + jnp.where(jnp.isfinite(step), step, 0.0), curvature, inverse
 
-  zero = jnp.zeros_like(factors[..., 0])
-  state = zero, square, square
-  _, curvature, _ = state = jax.lax.fori_loop(0, NUM_FIT_STEPS, move, state)
+  state = jnp.zeros_like(factors[..., 0]), square, square
+  mean, curvature, _ = jax.lax.fori_loop(0, NUM_FIT_STEPS, move, state)
   shares = SHARE * jnp.trace(curvature, axis1=1, axis2=2)[:, None]
   lower, inverse = root_of(eye + SHARE * curvature, eye)
-  return Gaussian(state[0], lower, inverse, ~(shares <= MAX_SHARES))
+  return Gaussian(mean, lower, inverse, ~(shares <= MAX_SHARES), rotation)
+
+
+def _fewer(few: Few) -> tuple[jax.Array, jax.Array]:
+  """Location [B, c] and factors [B, T, c] with all classes after the first c - 1 as one, which has
+  the sum of their exponentials at the guess, and the mean of their noise.
+  """
+  kept = NUM_FITTED + 1
+  if few.location.shape[-1] <= kept + 1:
+    return few.location, few.factors
+  factors = few.factors[..., kept:]
+  u = few.location[:, kept:] + jnp.einsum('bt,btc->bc', few.guess, factors)
+  mean = jnp.einsum('bc,btc->bt', jax.nn.softmax(u), factors)
+  rest = jax.nn.logsumexp(u, axis=-1) - jnp.einsum('bt,bt->b', few.guess, mean)
+  return (
+    jnp.concatenate([few.location[:, :kept], rest[:, None]], axis=-1),
+    jnp.concatenate([few.factors[..., :kept], mean[..., None]], axis=-1),
+  )
 
 
 def root_of(matrix: jax.Array, eye: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """L of a matrix L L^T [B, T, T], and its inverse; I where rounding leaves none."""
-  if _LIBRARY_ENDS:
-    lower, inverse = jax.lax.platform_dependent(matrix, cpu=_by_library, default=_by_blocks)
-  else:
-    lower, inverse = _by_blocks(matrix)
-  is_finite = jnp.isfinite(inverse).all(axis=(1, 2), keepdims=True)
-  return jnp.where(is_finite, lower, eye), jnp.where(is_finite, inverse, eye)
+  """L of a matrix L L^T [B, m, m], and its inverse; I where rounding leaves none.
 
-
-def _by_library(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """L and its inverse; NaN where there is none. A CPU takes a quarter of the time of blocks."""
-  lower = jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
-  eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
-  return lower, jax.lax.linalg.triangular_solve(lower, eye, left_side=True, lower=True)
-
-
-def _by_blocks(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """L and its inverse; NaN where there is none."""
-  lower = _cholesky(matrix)
-  eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
-  diagonal = jnp.diagonal(lower, axis1=-2, axis2=-1)[..., None]
-  inverse = eye / diagonal
-  place = np.arange(matrix.shape[-1])
-  # Blocks of 1, 2, 4, ... rows: the inverse of [[A, 0], [B, C]] has -C^-1 B A^-1 below A^-1.
-  for level in range((len(place) - 1).bit_length()):
-    block = place >> level
-    is_pair = (block[:, None] // 2 == block // 2) & (block[:, None] > block)
-    below = jnp.where(is_pair, lower, 0.0)
-    step = jnp.einsum('btu,buv->btv', below, inverse, precision=HIGHEST)
-    inverse = inverse - jnp.einsum('btu,buv->btv', inverse, step, precision=HIGHEST)
-  return lower, inverse
-
-
-def _cholesky(matrix: jax.Array) -> jax.Array:
-  """L of a matrix L L^T [B, T, T], column by column; NaN where there is none.
-
-  jaxlib 0.10 never ends a step on several CPU devices with the library's call (`_LIBRARY_ENDS`).
+  The library's call is several times as slow for small matrices, and with jaxlib 0.10 it never ends
+  a step on several CPU devices.
   """
   place = np.arange(matrix.shape[-1], dtype=np.int32)  # as j is, where types are not promoted
 
   def eliminate(j, state):
-    lower, rest = state
-    is_column = place == j
-    pivot = jnp.where(is_column[:, None] & is_column, rest, 0.0).sum(axis=(1, 2))  # [B]
-    column = jnp.where(is_column, rest, 0.0).sum(axis=-1) / jnp.sqrt(pivot)[:, None]  # [B, T]
-    column = jnp.where(place >= j, column, 0.0)
+    lower, inverse, rest = state
+    is_j = place == j
+    column = jnp.where(is_j, rest, 0.0).sum(axis=-1)  # [B, m]
+    root = jnp.sqrt(jnp.where(is_j, column, 0.0).sum(axis=-1, keepdims=True))  # [B, 1]
+    column = jnp.where(place >= j, column, 0.0) / root
+    row = jnp.where(is_j[:, None], inverse, 0.0).sum(axis=1) / root
     rest = rest - column[:, :, None] * column[:, None]
-    return jnp.where(is_column, column[..., None], lower), rest
+    inverse = jnp.where(is_j[:, None], row[:, None], inverse - column[..., None] * row[:, None])
+    return jnp.where(is_j, column[..., None], lower), inverse, rest
 
-  return jax.lax.fori_loop(0, len(place), eliminate, (jnp.zeros_like(matrix), matrix))[0]
+  start = jnp.zeros_like(matrix), eye, matrix
+  lower, inverse, _ = jax.lax.fori_loop(0, len(place), eliminate, start)
+  is_finite = jnp.isfinite(inverse).all(axis=(1, 2), keepdims=True)
+  return jnp.where(is_finite, lower, eye), jnp.where(is_finite, inverse, eye)
 
 
 @struct.dataclass
@@ -445,10 +468,12 @@ def choose(
   index = jnp.arange(count)
   batch, num_normals, _ = few.factors.shape
   x = sampler(keys, index, num_normals).astype(few.factors.dtype)
-  away, log_q = q.points(jnp.broadcast_to(x, (batch, *x.shape[1:])), index >= count // 2)
-  z = jnp.concatenate([q.mean[:, None] + away, q.mean[:, None] - away], axis=1)
-  log_p = few.log_p(z)
-  log_w = log_p - 0.5 * jnp.square(z).sum(axis=-1) - jnp.concatenate([log_q, log_q], axis=-1)
+  x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
+  z, log_ratio = q.points(x, index >= count // 2)
+  mean = z[:, 0]
+  away = z[:, 1:]
+  log_p = few.log_p(jnp.concatenate([z[:, :1] + away, z[:, :1] - away], axis=1))
+  log_w = log_p + log_ratio.reshape(batch, -1)
   log_pair = jnp.logaddexp(log_w[:, :count], log_w[:, count:])
   log_total = jax.nn.logsumexp(log_pair, axis=-1, keepdims=True)
 
@@ -475,7 +500,7 @@ def choose(
     log_weights, pair[:, None], axis=2, mode='promise_in_bounds'
   ).reshape(batch, -1)
   away = jnp.take_along_axis(away, pair[..., None], axis=1, mode='promise_in_bounds')
-  return jax.lax.stop_gradient(Chosen(keys, q.mean, away, log_weights, direction))
+  return jax.lax.stop_gradient(Chosen(keys, mean, away, log_weights, direction))
 
 
 def along_label(logits: GaussianLogits, label: jax.Array) -> tuple[LowRank, jax.Array | None]:
