@@ -69,7 +69,7 @@ POINTS_PER_SAMPLE = 4
 NUM_FIT_STEPS = 3
 NUM_FIT_POINTS = 16
 NUM_BISECTIONS = 12
-NUM_FITTED = 16  # classes beside the label that q is fitted to
+NUM_FITTED = 16  # m, dimensions of the fit
 SHARE = 0.5
 MAX_SHARES = 6.0  # of the precision, summed over the normals
 MAX_STEP = 2.0  # of the mean of q, in standard deviations of the noise
@@ -87,12 +87,10 @@ class Few:
     location: [B, C + 1], with the logarithm of the weights; the first one is the label, and the
       others have descending priorities.
     factors: [B, T, C + 1].
-    guess: the z1 of the weights, [B, T].
   """
 
   location: jax.Array
   factors: jax.Array
-  guess: jax.Array
 
   def log_p(self, z: jax.Array) -> jax.Array:
     """log f_C [B, s] of normals z [B, s, T]."""
@@ -139,7 +137,6 @@ def few_classes(tiling: Tiling, classes: Classes, label: jax.Array | None) -> Fe
   return Few(
     jnp.concatenate([of_label[0], location], axis=-1),
     jnp.concatenate([of_label[1], factors], axis=-1),
-    z,
   )
 
 
@@ -293,19 +290,19 @@ def fit(few: Few) -> Gaussian:
 
   mean = E_q[N_y - sum_k p_k N_k],    precision = I + E_q[sum_k p_k N_k N_k^T - (N p) (N p)^T]
 
-  The label, the next `NUM_FITTED` classes and one for all others (`_fewer`) have their noise in as
-  many dimensions, where the fit takes place.
+  Beyond m dimensions z stays N(0, I): they are spanned by what the m classes of the highest
+  priorities have beside the noise of the label.
   """
-  location, factors = _fewer(few)
-  batch, num_normals, count = factors.shape
-  rotation = None
-  factors = factors - factors[..., :1]
-  if count - 1 < num_normals:
-    rotation = rotation_to(jnp.swapaxes(factors[..., 1:], 1, 2))
-    factors = jnp.einsum('bmt,btc->bmc', leading_rows(rotation, count - 1), factors)
   # What all classes share is seen by no softmax, and would cancel in float32.
-  shared = jnp.einsum('bc,btc->bt', jax.nn.softmax(location), factors)
-  factors = factors - shared[..., None]
+  shared = jnp.einsum('bc,btc->bt', jax.nn.softmax(few.location), few.factors)
+  factors = few.factors - shared[..., None]
+  batch, num_normals, _ = factors.shape
+  size = min(NUM_FITTED, factors.shape[-1] - 1)
+  rotation = None
+  if size < num_normals:
+    rows = factors[..., 1 : size + 1] - factors[..., :1]
+    rotation = rotation_to(jnp.swapaxes(rows, 1, 2))
+    factors = jnp.einsum('bmt,btc->bmc', leading_rows(rotation, size), factors)
   size = factors.shape[1]
   # Antithetic constants; NumPy promises that their values stay.
   half = np.random.RandomState(0).normal(size=(NUM_FIT_POINTS // 2, size))
@@ -316,7 +313,7 @@ def fit(few: Few) -> Gaussian:
 
   def curvature_at(z: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The gradient of log softmax_y [B, m] and minus its Hessian [B, m, m], at the mean of z."""
-    p = jax.nn.softmax(location[:, None] + jnp.einsum('bst,btc->bsc', z, factors))
+    p = jax.nn.softmax(few.location[:, None] + jnp.einsum('bst,btc->bsc', z, factors))
     mean = p.mean(axis=1)  # [B, C]
     each = jnp.einsum('bsc,btc->bst', p, factors)
     second = jnp.einsum('btc,buc->btu', factors * mean[:, None], factors)
@@ -340,23 +337,6 @@ def fit(few: Few) -> Gaussian:
   shares = SHARE * jnp.trace(curvature, axis1=1, axis2=2)[:, None]
   lower, inverse = root_of(eye + SHARE * curvature, eye)
   return Gaussian(mean, lower, inverse, ~(shares <= MAX_SHARES), rotation)
-
-
-def _fewer(few: Few) -> tuple[jax.Array, jax.Array]:
-  """Location [B, c] and factors [B, T, c] with all classes after the first c - 1 as one, which has
-  the sum of their exponentials at the guess, and the mean of their noise.
-  """
-  kept = NUM_FITTED + 1
-  if few.location.shape[-1] <= kept + 1:
-    return few.location, few.factors
-  factors = few.factors[..., kept:]
-  u = few.location[:, kept:] + jnp.einsum('bt,btc->bc', few.guess, factors)
-  mean = jnp.einsum('bc,btc->bt', jax.nn.softmax(u), factors)
-  rest = jax.nn.logsumexp(u, axis=-1) - jnp.einsum('bt,bt->b', few.guess, mean)
-  return (
-    jnp.concatenate([few.location[:, :kept], rest[:, None]], axis=-1),
-    jnp.concatenate([few.factors[..., :kept], mean[..., None]], axis=-1),
-  )
 
 
 def root_of(matrix: jax.Array, eye: jax.Array) -> tuple[jax.Array, jax.Array]:
