@@ -296,14 +296,13 @@ def fit(few: Few) -> Gaussian:
   # What all classes share is seen by no softmax, and would cancel in float32.
   shared = jnp.einsum('bc,btc->bt', jax.nn.softmax(few.location), few.factors)
   factors = few.factors - shared[..., None]
-  batch, num_normals, _ = factors.shape
-  size = min(NUM_FITTED, factors.shape[-1] - 1)
+  batch, num_normals, count = factors.shape
+  size = min(NUM_FITTED, count - 1, num_normals)
   rotation = None
   if size < num_normals:
     rows = factors[..., 1 : size + 1] - factors[..., :1]
     rotation = rotation_to(jnp.swapaxes(rows, 1, 2))
     factors = jnp.einsum('bmt,btc->bmc', leading_rows(rotation, size), factors)
-  size = factors.shape[1]
   # Antithetic constants; NumPy promises that their values stay.
   half = np.random.RandomState(0).normal(size=(NUM_FIT_POINTS // 2, size))
   x = jnp.asarray(np.concatenate([half, -half]), factors.dtype)
@@ -342,20 +341,20 @@ def fit(few: Few) -> Gaussian:
 def root_of(matrix: jax.Array, eye: jax.Array) -> tuple[jax.Array, jax.Array]:
   """L of a matrix L L^T [B, m, m], and its inverse; I where rounding leaves none.
 
-  The library's call is several times as slow for small matrices, and with jaxlib 0.10 it never ends
-  a step on several CPU devices.
+  The library's call takes a third of the time on a CPU, but with jaxlib 0.10 it never ends a step on
+  several CPU devices.
   """
   place = np.arange(matrix.shape[-1], dtype=np.int32)  # as j is, where types are not promoted
 
   def eliminate(j, state):
     lower, inverse, rest = state
-    is_j = place == j
-    column = jnp.where(is_j, rest, 0.0).sum(axis=-1)  # [B, m]
-    root = jnp.sqrt(jnp.where(is_j, column, 0.0).sum(axis=-1, keepdims=True))  # [B, 1]
+    column = jax.lax.dynamic_index_in_dim(rest, j, 2, keepdims=False)  # [B, m]
+    root = jnp.sqrt(jax.lax.dynamic_index_in_dim(column, j, 1))  # [B, 1]
     column = jnp.where(place >= j, column, 0.0) / root
-    row = jnp.where(is_j[:, None], inverse, 0.0).sum(axis=1) / root
+    row = jax.lax.dynamic_index_in_dim(inverse, j, 1) / root[..., None]  # [B, 1, m]
     rest = rest - column[:, :, None] * column[:, None]
-    inverse = jnp.where(is_j[:, None], row[:, None], inverse - column[..., None] * row[:, None])
+    is_j = place == j
+    inverse = jnp.where(is_j[:, None], row, inverse - column[..., None] * row)
     return jnp.where(is_j, column[..., None], lower), inverse, rest
 
   start = jnp.zeros_like(matrix), eye, matrix
