@@ -341,8 +341,8 @@ def fit(few: Few) -> Gaussian:
 def root_of(matrix: jax.Array, eye: jax.Array) -> tuple[jax.Array, jax.Array]:
   """L of a matrix L L^T [B, m, m], and its inverse; I where rounding leaves none.
 
-  The library's call takes a third of the time on a CPU, but with jaxlib 0.10 it never ends a step on
-  several CPU devices.
+  On a CPU the library's call takes a third of the time, but with jaxlib 0.10 it never ends a step
+  on several devices.
   """
   place = np.arange(matrix.shape[-1], dtype=np.int32)  # as j is, where types are not promoted
 
