@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -103,7 +104,7 @@ class _OfRun:
     return _computed(self.path, self.gin_settings, self.split or split, tuple(columns))
 
 
-@functools.lru_cache(maxsize=32)  # a comparison first checks all candidates
+@functools.lru_cache(maxsize=32)  # a comparison first checks all candidates, which may be many
 def _computed(
   path: str, gin_settings: GinSettings, split: str | None, columns: tuple[str, ...]
 ) -> Rows:
@@ -111,8 +112,17 @@ def _computed(
   task = str(run.task)  # a run has one, unlike a published file
   split = split or default_split(task)
   found = run.rows(split, columns, batch_size=_BATCH_SIZE)
+  on_disk = {name: _on_disk(x) for name, x in found.columns.items()}
+  found = dataclasses.replace(found, columns=on_disk)
   about = {'checkpoint': run.checkpoint, 'layer': 'pre_logits', 'source': f'{path}:{split}'}
   return _described(found, task, split, about)
+
+
+def _on_disk(x: np.ndarray) -> np.ndarray:
+  """x in a file without a name, which the system may take out of memory."""
+  with tempfile.TemporaryFile() as file:
+    x.tofile(file)
+    return np.memmap(file, x.dtype, 'r', shape=x.shape)
 
 
 @dataclasses.dataclass(frozen=True)

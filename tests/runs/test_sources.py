@@ -13,6 +13,7 @@ from het_plugin.runs.sources import open_source
 def test_a_run_and_a_file_of_its_rows_are_the_same_source(digits_run, tmp_path, run_main):
   folder = str(digits_run[0])
   found = open_source(f'{folder}:train[:64]').rows()
+  assert isinstance(found.features, np.memmap)  # those of many runs need not fit in memory
   file = tmp_path / 'train.npz'
   rows.write(file, found)
   read = open_source(str(file)).rows()
