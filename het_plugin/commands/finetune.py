@@ -83,10 +83,6 @@ def run(settings: Settings) -> reporting.Report:
     ValueError: a setting is wrong.
     exit_codes.Preempted: a SystemExit, after SIGTERM; the same call continues.
   """
-  import jax
-
-  import gin
-
   checkpoint = [
     source for text in settings.checkpoint for source in evaluation.candidates.split_sources(text)
   ]
@@ -106,6 +102,10 @@ def run(settings: Settings) -> reporting.Report:
   combined = combinations(settings.sweep)
   folder = run_files.local_folder('output_dir', settings.output_dir)
   settings.join()
+  import jax
+
+  import gin
+
   candidates = []
   are_published = []
   for source in checkpoint:  # one file is in memory at a time

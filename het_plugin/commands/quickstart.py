@@ -46,15 +46,17 @@ class Settings(ReportFolder, Gin):
 
 def run(settings: Settings) -> reporting.Report:
   """A row per head."""
+  heads = settings.heads
+  if unknown := [head for head in heads or [''] if head not in Settings.heads]:
+    raise ValueError(
+      f'--heads={",".join(unknown)} is unknown: choose from {", ".join(Settings.heads)}'
+    )
   # Not at the top, because --help needs none of them.
   import gin
   from het_plugin.config import uses
   from het_plugin.experiments import head_comparison, trainings
   from het_plugin.experiments.head_comparison import HEADS
 
-  heads = settings.heads
-  if unknown := [head for head in heads or [''] if head not in HEADS]:
-    raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')
   folders = {head: Path(settings.output_dir) / head for head in heads}
   of_heads = {}
   texts = []

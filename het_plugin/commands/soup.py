@@ -67,9 +67,6 @@ class Settings(Gin, Batches, ResultFiles):
 
 def run(settings: Settings) -> reporting.Report:
   """The uniform and the greedy soup beside the best single candidate."""
-  import jax
-  from flax import traverse_util
-
   checkpoint = [
     source for text in settings.checkpoint for source in evaluation.candidates.split_sources(text)
   ]
@@ -83,6 +80,9 @@ def run(settings: Settings) -> reporting.Report:
     if training.checkpoint_reader.steps(folder):
       raise ValueError(f'{folder} holds a checkpoint already: take another --output_dir')
   settings.join()
+  import jax
+  from flax import traverse_util
+
   found = [runs.Checkpoint.find(source) for source in checkpoint]
   for source in found:
     if source.step is None:

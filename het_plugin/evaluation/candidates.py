@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from het_plugin import rows as rows_lib
+from het_plugin import runs
 from het_plugin.evaluation.names import choose_names
 from het_plugin.measures import votes
 from het_plugin.rows import Rows
-from het_plugin.runs.sources import open_source
 
 
 def split_sources(text: str) -> list[str]:
@@ -68,7 +68,7 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
   for split, sources in (('train', train), (None, test)):
     first = None
     for source in sources:
-      read = open_source(source).rows(split).ordered()
+      read = runs.sources.open_source(source).rows(split).ordered()
       first = first or (read.index, read.labels)
       _check_same(sources[0], source, first, (read.index, read.labels))
       meanings[source] = read.meaning
@@ -78,7 +78,7 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
 
 def read_softmax_predictions(source: str, split: str | None = None) -> Rows:
   """Reads predictions ascending by example id; of several labels the most frequent one is kept."""
-  read = open_source(source).rows(split, ('log_prob',))
+  read = runs.sources.open_source(source).rows(split, ('log_prob',))
   if read.link != 'softmax':
     raise ValueError(f"{source} has link = '{read.link}'; an ensemble needs softmax predictions")
   label = votes.majority(read.labels, read.label_weight)

@@ -108,15 +108,15 @@ def leaving() -> Generator[None]:
   try:
     yield
   except BaseException as error:
-    import jax
-
     code = exit_codes.of(error)
-    if not jax.distributed.is_initialized() or code in (0, exit_codes.PREEMPTED):
+    if not exit_codes.is_distributed() or code in (0, exit_codes.PREEMPTED):
       raise
     if not isinstance(error, SystemExit):
       traceback.print_exc()
     elif isinstance(error.code, str):
       print(error.code, file=sys.stderr)
+    import jax
+
     stopping.flush()
     if jax.process_index() == 0:
       time.sleep(_LEAVE_SECONDS)

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import sys
 
 FAILED = 1
 WRONG_SETTING = 2
@@ -28,13 +29,17 @@ class Preempted(SystemExit):  # noqa: N818 (it is an exit, not an error)
     self.step = step
 
 
+def is_distributed() -> bool:
+  """Whether this process has joined others. It has not where nothing has imported JAX."""
+  jax = sys.modules.get('jax')
+  return jax is not None and hasattr(jax, 'distributed') and jax.distributed.is_initialized()
+
+
 def is_lost_connection(error: BaseException) -> bool:
   """Whether a process raises this error because another process has gone."""
-  import jax  # slow: signal handlers must be imported before it
-
   return (
     isinstance(error, (ValueError, RuntimeError))
-    and jax.distributed.is_initialized()
+    and is_distributed()
     and _CONNECTION.match(str(error)) is not None
   )
 

@@ -99,7 +99,7 @@ def requested() -> bool:
 def reached() -> bool:
   """Whether to save and exit now. All processes call it equally often and get the same answer."""
   global _num_calls
-  if not _is_distributed():
+  if not exit_codes.is_distributed():
     return _requested.is_set()
   from jax.experimental import multihost_utils
 
@@ -140,7 +140,7 @@ def _listen() -> Callable[[], None]:
   """Installs the handlers; returns a function that restores the old ones."""
   read, write = os.pipe()
   os.set_blocking(write, False)
-  numbers = _SIGNALS[1:] if _is_distributed() else _SIGNALS  # the service has SIGTERM
+  numbers = _SIGNALS[1:] if exit_codes.is_distributed() else _SIGNALS  # the service has SIGTERM
   handlers = {number: signal.signal(number, lambda *_: _requested.set()) for number in numbers}
   wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
   thread = threading.Thread(target=_watch, args=(read,), name='signals', daemon=True)
@@ -189,10 +189,5 @@ def _receive(number: int, again: bool) -> None:
   _requested.set()
   if _tell_service is not None:
     _tell_service(signal.SIGTERM)
-  elif is_interrupt and _is_distributed():
+  elif is_interrupt and exit_codes.is_distributed():
     os.kill(os.getpid(), signal.SIGTERM)  # the service has no other interface
-
-
-def _is_distributed() -> bool:
-  jax = sys.modules.get('jax')
-  return jax is not None and hasattr(jax, 'distributed') and jax.distributed.is_initialized()
