@@ -6,7 +6,7 @@ The names below are imported when they are first used. `import het_plugin` alone
 nor TensorFlow, and the heads, integrators and backbones import JAX, flax and NumPy only.
 """
 
-import importlib
+from het_plugin.system import faces
 
 __version__ = '0.1.0'
 
@@ -42,16 +42,9 @@ _ROOMS = {
   ),
   'models': ('ClassificationModel', 'ContrastiveModel'),
 }
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
-
 # The models need the extra `train`, so help() and a star import, which import all names, omit them.
-__all__ = ['__version__', *(name for name, room in _ROOM_OF.items() if room != 'models')]
-
-
-def __getattr__(name: str):
-  if name in _ROOM_OF:
-    return getattr(importlib.import_module(f'het_plugin.{_ROOM_OF[name]}'), name)
-  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+__all__ = ['__version__', *(x for room in _ROOMS if room != 'models' for x in _ROOMS[room])]
+__getattr__ = faces.on_first_use(__name__, _ROOMS)
 
 
 def __dir__() -> list[str]:
