@@ -11,7 +11,8 @@ Prints the share of wrong labels, the pairs of classes that people confuse, and 
 most probably wrong. --csv and --json list every example: index, label, probability of the label,
 probability that it is wrong, suggested label, and its kind: wrong, ambiguous or fine. --suggest
 writes the rows with suggested labels in place of wrong ones. Of several labels of an example, which
-are votes, the most frequent one is audited. With --dataset the page of --html
+are votes, the most frequent one is audited; where it is known who gave them, each annotator has
+confusions of their own, and a quality. With --dataset the page of --html
 shows images of the worst labels, of the most ambiguous ones and of the confused pairs. The index of
 a row is then the number of its example in --split.
 --C, --C_noise and --num_factors may list several values, from which held-out labels choose; with
@@ -251,13 +252,17 @@ def report(
     names = examples.info.shown_names or rows.class_names
   with rows_lib.files.reading(name):
     label = rows.consensus
+  has_votes = rows.annotator is not None and rows.labels.shape[1] > 1
+  by = {'votes': rows.labels, 'annotator': rows.annotator} if has_votes else {}
   if probs_from:
     p = estimators.audit.read_probs(probs_from, len(label), rows.num_classes)
-    found, failures, chosen = measures.audit.audit(p, label), 0, 0
+    found, failures, chosen = measures.audit.audit(p, label, **by), 0, 0
   else:
     of_labels = rows.features, label, settings, rounds
     with estimators.resuming.kept(unfinished, settings, rows):
-      found, failures, chosen = estimators.audit.in_rounds(*of_labels, probs_to, rows.num_classes)
+      found, failures, chosen = estimators.audit.in_rounds(
+        *of_labels, probs_to, rows.num_classes, **by
+      )
   order = np.argsort(-found.wrong, kind='stable')
   listed = Listed(rows, label, found, order)
   if examples is not None:
@@ -297,6 +302,18 @@ def report(
       ],
     ),
   ]
+  annotators = []
+  if found.annotators is not None:
+    names_of = 'annotator', 'votes', 'quality', 'stderr'
+    of_each = zip(*(x.tolist() for x in found.annotators), strict=True)
+    annotators = [dict(zip(names_of, x, strict=True)) for x in of_each]
+    worst_of = sorted(annotators, key=lambda x: x['quality'])[:_SHOWN]
+    lines = [
+      [str(x['annotator']), str(x['votes']), f'{x["quality"]:.1%}', f'{x["stderr"]:.1%}']
+      for x in worst_of
+    ]
+    title = f'Annotators whose votes are most often wrong, of {len(annotators):,}'
+    tables.append(reporting.Table(title, ['annotator', 'votes', 'right', '±'], lines))
   head = None if probs_from else settings.heads[0]
   by = (
     f'the probabilities of {probs_from}'
@@ -357,6 +374,7 @@ def report(
       'agreement': found.agreement,
       'counts': counts,
       'pairs': pairs,
+      'annotators': annotators,
       'rows': listed,
     }
     | ({} if truth is None else {'truth': truth}),

@@ -2,7 +2,7 @@
 
 A head that is fitted to the labels predicts labels, with their errors. So the audit goes in rounds
 of expectation-maximisation. The first fits the head to the labels, and finds the confusions T
-(`measures.audit`). The next ones fit it to the posterior q of the truth under T, and find T anew.
+(`measures.truths`). The next ones fit it to the posterior q of the truth under T, and find T anew.
 This would maximise the likelihood of the labels, sum_k p_k(x) T_ky, in the head and T together. But
 p and T are not told apart by it: p may also predict the labels, with T the identity. So q is
 sharpened towards its largest class, on the way to classification EM (Celeux and Govaert 1992,
@@ -11,8 +11,9 @@ likelihood of labels that no fit has seen says when to stop.
 """
 
 import dataclasses
-import tempfile
 import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from sklearn.exceptions import ConvergenceWarning
@@ -23,6 +24,7 @@ from het_plugin.estimators import inputs, probe, starts, targets
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.settings import GridSettings
 from het_plugin.measures import audit as measure
+from het_plugin.measures import truths
 from het_plugin.system import run_files
 
 SETTINGS = GridSettings(('det',))  # those of the command
@@ -30,6 +32,8 @@ _GAIN = 0.002  # nats per label; less in `_PATIENCE` rounds ends the audit
 _PATIENCE = 2
 _SHARPNESS = 2  # the power of q; 1 is expectation-maximisation, and classification EM is infinity
 _TINY = np.finfo(np.float64).tiny  # a label that p and T exclude says nothing
+_FITTED = 8  # classes of a row whose posteriors are fitted
+_PART_BYTES = 2**27  # of probabilities that are predicted at a time
 _END = b'het_plugin\n'
 _PART_ROWS = 8192
 
@@ -88,15 +92,21 @@ def in_rounds(
   rounds: int,
   pred_probs: str | None = None,
   num_classes: int | None = None,
+  votes: np.ndarray | None = None,
+  annotator: np.ndarray | None = None,
 ) -> tuple[measure.Audit, int, int]:
-  """The audit of the best round, how many of its fits have not converged, and its number."""
+  """The audit of the best round, how many of its fits have not converged, and its number.
+
+  `votes` int [N, L] of which `label` is the consensus, and those who gave them, `annotator` int
+  [N, L], -1 for none, give each annotator confusions.
+  """
   if len(settings.heads) != 1:
     raise ValueError(f'--head={",".join(settings.heads)} must be one head')
   if rounds < 1:
     raise ValueError(f'--rounds={rounds} must be at least 1')
   encoded = targets.encode(inputs.labels_of_rows(features, label), 'classes')
   classes = encoded.classes
-  y = encoded.values[:, 0]
+  y = encoded.values[:, 0].astype(np.int64)
   if len(classes) < 2:
     raise ValueError(f'the labels have {len(classes)} class: an audit needs two or more')
   counts = np.bincount(y).tolist()
@@ -105,56 +115,92 @@ def in_rounds(
       f'class {classes[counts.index(min(counts))]} has {min(counts)} rows: '
       f'--folds={settings.folds} needs at least as many of each class'
     )
+  if votes is not None:  # as places among the classes
+    place = np.minimum(np.searchsorted(classes, votes), len(classes) - 1)
+    votes = np.where(classes[place] == votes, place, -1)
   folds = StratifiedKFold(settings.folds, shuffle=True, random_state=settings.seed)
   splits = list(folds.split(np.zeros(len(y)), y))
-  order = np.concatenate([held_out for _, held_out in splits])
   of_folds = [settings] * settings.folds
   fitted: list[HeadClassifier | None] = [None] * settings.folds
   of_best = fitted
   truth = y
   waited = 0
   best: list[tuple[measure.Audit, int, int]] = []  # of one round
-  with tempfile.TemporaryFile() as of_p, tempfile.TemporaryFile() as of_q:
-    for number in range(1, rounds + 1):
-      fitted, of_folds, unfinished = _fit(features, truth, splits, of_folds, fitted, number)
-      _write(of_p, features, splits, fitted)
-      p = np.memmap(of_p, np.float32, 'r', shape=(len(y), len(classes)))
-      found = measure.audit(p, y[order], error=False)
-      gain = best[0][0].nll - found.nll if best else np.inf
-      if gain > 0:
-        best = [(found, unfinished, number)]
-        of_best = fitted
-      waited = 0 if gain > _GAIN else waited + 1
-      if waited == _PATIENCE or number == rounds:
-        break
-      q = np.memmap(of_q, np.float32, 'w+', shape=p.shape)
-      for rows, _, posterior, _ in measure.posteriors(p, y[order], found.confusions):
-        sharp = posterior**_SHARPNESS
-        q[order[rows]] = sharp / np.maximum(sharp.sum(axis=1, keepdims=True), _TINY)
-      truth = targets.Targets('probabilities', np.arange(len(classes)), q)
-    found, unfinished, number = best[0]
-    if of_best is not fitted:
-      _write(of_p, features, splits, of_best)
-      p = np.memmap(of_p, np.float32, 'r', shape=(len(y), len(classes)))
-    of_error = p, y[order], found.confusions, found.classes, found.wrong
-    found = dataclasses.replace(found, share_error=measure.share_error(*of_error))
-    if pred_probs:
-      _write_probs(pred_probs, p, order, classes, num_classes or len(classes))
-  return _in_order(found, order, classes), unfinished, number
+
+  now: truths.Confusions | None = None  # of the last round
+
+  def confusions(estimators: Sequence[Any]) -> truths.Confusions:
+    rows = truths.Votes(y, len(classes), votes, annotator, now)
+    for part, p in _predicted(features, splits, estimators, len(classes)):
+      rows.put(part, p)
+    return rows.close().fit()
+
+  for number in range(1, rounds + 1):
+    fitted, of_folds, unfinished = _fit(features, truth, splits, of_folds, fitted, number)
+    now = confusions(fitted)
+    found = measure.of_votes(now, error=False)
+    gain = best[0][0].nll - found.nll if best else np.inf
+    if gain > 0:
+      best = [(found, unfinished, number)]
+      of_best = fitted
+    waited = 0 if gain > _GAIN else waited + 1
+    if waited == _PATIENCE or number == rounds:
+      break
+    truth = targets.Targets('probabilities', np.arange(len(classes)), _sharpened(now))
+  found, unfinished, number = best[0]
+  if now is None or of_best is not fitted:
+    now = confusions(of_best)
+  found = dataclasses.replace(found, share_error=measure.share_error(now, found.wrong))
+  if pred_probs:
+    parts = _predicted(features, splits, of_best, len(classes))
+    _write_probs(pred_probs, parts, len(y), classes, num_classes or len(classes))
+  found = dataclasses.replace(found, suggested=classes[found.suggested], ids=classes)
+  return found, unfinished, number
+
+
+def _sharpened(fitted: truths.Confusions) -> np.ndarray:
+  """The sharpened posteriors of `_FITTED` classes of each row, as `Targets.values`, in a file."""
+  votes = fitted.votes
+  count = min(_FITTED, votes.width)
+  values = truths.spilled((len(votes), 2, count), np.float32)
+  for part in votes.posteriors(fitted.rates):
+    of_class = votes.truths(part.rows)
+    sharp = np.where(of_class < votes.num_classes, part.q, 0.0) ** _SHARPNESS
+    top = np.argpartition(sharp, -count, axis=1)[:, -count:]
+    sharp = np.take_along_axis(sharp, top, axis=1)
+    sharp /= np.maximum(sharp.sum(axis=1, keepdims=True), _TINY)
+    ids = np.minimum(np.take_along_axis(of_class, top, axis=1), votes.num_classes - 1)
+    values[part.rows] = np.stack([ids, sharp], axis=1)
+  return values
+
+
+def _predicted(
+  features: Any, splits: Sequence[Any], estimators: Sequence[Any], num_classes: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+  """Numbers of rows [b], and their probabilities [b, K] by the fit to the other folds."""
+  size = max(1, _PART_BYTES // (4 * num_classes))
+  for (_, held_out), estimator in zip(splits, estimators, strict=True):
+    for part in inputs.parts(held_out, features):
+      for start in range(0, len(part), size):
+        rows = part[start : start + size]
+        yield rows, estimator.predict_clean_proba(features[rows])
 
 
 def _write_probs(
-  path: str, p: np.ndarray, order: np.ndarray, classes: np.ndarray, num_classes: int
+  path: str,
+  parts: Iterator[tuple[np.ndarray, np.ndarray]],
+  num_rows: int,
+  classes: np.ndarray,
+  num_classes: int,
 ) -> None:
-  """Writes p [N, K] of the rows in `order` in their own order, with columns for absent classes."""
+  """Writes probabilities [N, K] of parts of the rows, with columns for absent classes."""
   columns = classes if num_classes > len(classes) else np.arange(num_classes)
   with run_files.replacing(path) as unfinished:
-    written = np.lib.format.open_memmap(unfinished, 'w+', np.float32, (len(p), num_classes))
-    for start in range(0, len(p), _PART_ROWS):
-      part = slice(start, start + _PART_ROWS)
-      rows = np.zeros((len(p[part]), num_classes), np.float32)
-      rows[:, columns] = p[part]
-      written[order[part]] = rows
+    written = np.lib.format.open_memmap(unfinished, 'w+', np.float32, (num_rows, num_classes))
+    for rows, p in parts:
+      wide = np.zeros((len(p), num_classes), np.float32)
+      wide[:, columns] = p
+      written[rows] = wide
     written.flush()
     with open(unfinished, 'ab') as file:
       file.write(_END)  # NumPy reads up to here, see `reporting.written_here`
@@ -205,21 +251,3 @@ def _fit(features, truth, splits, of_folds, before, number):
     grid = {name: (point[name],) for name in names if name in point}
     chosen.append(dataclasses.replace(settings, **grid))
   return estimators, chosen, failures
-
-
-def _write(file, features, splits, estimators):
-  """Writes the probabilities of all rows, fold by fold."""
-  file.seek(0)
-  for (_, held_out), estimator in zip(splits, estimators, strict=True):
-    for part in inputs.parts(held_out, features):
-      file.write(estimator.predict_clean_proba(features[part]).tobytes())
-  file.flush()
-
-
-def _in_order(found, order, classes) -> measure.Audit:
-  """The audit of rows in another order, which suggests classes by their ids."""
-  place = np.argsort(order)
-  rows = ('probability', 'confidence', 'wrong', 'suggested', 'kind')
-  of_rows = {name: getattr(found, name)[place] for name in rows}
-  of_rows['suggested'] = classes[of_rows['suggested']]
-  return dataclasses.replace(found, ids=classes, **of_rows)

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from scipy.sparse import linalg
 
-from het_plugin.estimators import compilation
+from het_plugin.estimators import compilation, targets
 from het_plugin.estimators.model import Model
 from het_plugin.integrate import Hashed, Linear
 
@@ -83,14 +83,9 @@ def _residuals(model, det, rows):
   for x, *of_block in zip(some.x, some.target, some.weight, strict=True):
     predicted = np.asarray(_location_prob(model, det, x))
     target, weight = map(np.asarray, of_block)
-    if target.dtype.kind == 'i':
-      listed = target >= 0
-      row, column = np.nonzero(listed)
-      shares = np.zeros_like(predicted)
-      np.add.at(shares, (row, target[row, column]), 1.0)
-      target = shares / np.maximum(listed.sum(axis=1, keepdims=True), 1)
+    shares = targets.shares_of(target, predicted.shape[1]).astype(np.float32)
     p.append(predicted)
-    gap.append((target - predicted) * weight[:, None])
+    gap.append((shares - predicted) * weight[:, None])
   return np.concatenate(p), np.concatenate(gap)
 
 

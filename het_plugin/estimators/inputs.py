@@ -284,6 +284,6 @@ def merged(
   x: np.ndarray, values: np.ndarray, weight: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Distinct rows in ascending order, with the sums of their weights."""
-  both = np.concatenate([x, values.astype(np.float64)], axis=1)
+  both = np.concatenate([x, values.reshape(len(x), -1).astype(np.float64)], axis=1)
   _, first, which = np.unique(both, axis=0, return_index=True, return_inverse=True)
   return x[first], values[first], np.bincount(which.ravel(), weight)

@@ -127,6 +127,9 @@ class Model:
       return self.integrator.nll(logits, target, keys)
     if self.link == 'softmax':
       log_p = self.integrator.log_prob(logits, keys)[:, : self.num_classes]
+      if target.ndim == 3:
+        log_p = jnp.take_along_axis(log_p, target[:, 0].astype(jnp.int32), axis=1)
+        target = target[:, 1]
       return -jnp.where(target > 0, target * log_p, 0.0).sum(-1)
     mean, variance = sigmoid.marginals(logits)
     mean = mean[:, : self.num_classes]

@@ -165,7 +165,7 @@ class Stream:
       return rows, gap if part is not self or model.head != 'det' else 0.0, title
 
     num_params = sum(int(np.prod(x)) for x in model.param_shapes(self.width).values())
-    row_bytes = 4 * self.width + self.values.itemsize * self.values.shape[1]
+    row_bytes = 4 * self.width + self.values.itemsize * int(np.prod(self.values.shape[1:]))
     row_bytes += 64 * (1 + dict(model.noise).get('num_factors', 0)) * model.is_sampled
     runs = np.arange(-(-len(self) // RUN_ROWS)) * _GOLDEN % 1.0
     for share in SHARES[:-1]:

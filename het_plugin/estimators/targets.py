@@ -24,7 +24,8 @@ class Targets:
     kind: 'classes', 'indicator', 'votes' or 'probabilities'.
     classes: [K] names of the classes, or their numbers.
     values: int32 [N, L] class numbers, padded with -1 (classes, votes), or float32 [N, K]: shares
-      of the classes (probabilities), or whether each is on (indicator).
+      of the classes (probabilities), or whether each is on (indicator). Where shares are of few
+      classes, float32 [N, 2, m]: numbers of classes, and their shares.
   """
 
   kind: str
@@ -40,16 +41,14 @@ class Targets:
 
   def main_class(self) -> np.ndarray:
     """One class of each example, int [N]: the first one of several, or the most probable one."""
+    if self.values.ndim == 3:
+      best = self.values[:, 1].argmax(axis=1)
+      return self.values[np.arange(len(best)), 0, best].astype(np.int64)
     return self.values[:, 0] if self.values.dtype.kind == 'i' else self.values.argmax(axis=1)
 
   def distribution(self) -> np.ndarray:
     """Share of each class for each example, float64 [N, K]; the indicator itself if y is one."""
-    if self.values.dtype.kind == 'f':
-      return self.values.astype(np.float64)
-    shares = np.zeros((len(self.values), len(self.classes)))
-    row, column = np.nonzero(self.values >= 0)
-    np.add.at(shares, (row, self.values[row, column]), 1.0)
-    return shares / shares.sum(axis=1, keepdims=True)
+    return shares_of(self.values, len(self.classes))
 
   def class_factors(
     self, class_weight: str | Mapping[Any, float], weight: np.ndarray
@@ -84,6 +83,10 @@ class Targets:
 
   def class_shares(self, weight: np.ndarray) -> np.ndarray:
     """Share of each class over the examples with weights [N], float64 [K]."""
+    if self.values.ndim == 3:
+      each = self.values[:, 1] * weight[:, None]
+      totals = np.bincount(self.values[:, 0].astype(int).ravel(), each.ravel(), len(self.classes))
+      return totals / weight.sum()
     if self.values.dtype.kind == 'f':  # einsum makes no copy of a mapped file in float64
       return np.einsum('n,nk->k', weight, self.values) / weight.sum()
     listed = self.values >= 0
@@ -92,6 +95,20 @@ class Targets:
       np.maximum(self.values, 0).ravel(), each.ravel(), minlength=len(self.classes)
     )
     return totals / weight.sum()
+
+
+def shares_of(values: np.ndarray, num_classes: int) -> np.ndarray:
+  """The share of each class, float64 [N, K], of `Targets.values`; the indicator itself."""
+  if values.dtype.kind == 'f' and values.ndim == 2:
+    return values.astype(np.float64)
+  shares = np.zeros((len(values), num_classes))
+  if values.ndim == 3:
+    rows = np.arange(len(values))[:, None]
+    np.add.at(shares, (rows, values[:, 0].astype(int)), values[:, 1])
+    return shares
+  row, column = np.nonzero(values >= 0)
+  np.add.at(shares, (row, values[row, column]), 1.0)
+  return shares / np.maximum(shares.sum(axis=1, keepdims=True), 1.0)
 
 
 def encode(

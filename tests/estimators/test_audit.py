@@ -119,17 +119,43 @@ def test_rounds_find_what_a_fit_to_the_labels_does_not():
 def test_a_worse_round_is_not_taken(monkeypatch):
   x, _, label = problem(300)
   nll = iter([1.0, 0.9, 0.8995, 0.95, 0.5, 1.0, 0.9, 0.8995])
-  audit = measure.audit
+  of_votes = measure.of_votes
 
-  def audited(p, y, error):
-    return dataclasses.replace(audit(p, y, error), nll=next(nll))
+  def audited(fitted, error):
+    return dataclasses.replace(of_votes(fitted, error), nll=next(nll))
 
-  monkeypatch.setattr(measure, 'audit', audited)
+  monkeypatch.setattr(measure, 'of_votes', audited)
   found, _, chosen = audit_lib.in_rounds(x, label, GridSettings(**SETTINGS), 10)
   assert chosen == 3 and found.nll == 0.8995  # two rounds have gained less than 0.002 nats
   next(nll)  # of the round that did not come
   third, _, _ = audit_lib.in_rounds(x, label, GridSettings(**SETTINGS), 3)
   assert found.share_error == third.share_error
+
+
+def test_annotators_are_in_the_report():
+  x, truth, _ = problem(400)
+  rng = np.random.default_rng(1)
+  annotator = np.stack([rng.permutation(6)[:3] for _ in truth]) + 10
+  is_wrong = rng.random(annotator.shape) < np.where(annotator == 12, 0.7, 0.1)
+  votes = np.where(is_wrong, rng.choice([3, 7, 9], annotator.shape), truth[:, None])
+  votes[:50, 2] = -1
+  rows = rows_lib.Rows({'features': x}, votes, np.arange(400), annotator=annotator)
+  report = audit_report.report(rows, GridSettings(**SETTINGS))
+  found = {row['annotator']: row for row in report.json['annotators']}
+  assert sorted(found) == [10, 11, 12, 13, 14, 15]
+  assert min(found, key=lambda x: found[x]['quality']) == 12
+  right = (
+    np.where(annotator == 12, votes == truth[:, None], False).sum()
+    / ((annotator == 12) & (votes >= 0)).sum()
+  )
+  assert abs(found[12]['quality'] - right) < 3 * found[12]['stderr']
+  assert sum(row['votes'] for row in found.values()) == (votes >= 0).sum()
+  assert 'Annotators whose votes are most often wrong, of 6' in report.text()
+  suggested = np.array(
+    [row['suggested'] for row in sorted(report.json['rows'], key=lambda x: x['index'])]
+  )
+  consensus = rows.consensus
+  assert (suggested != truth).mean() < 0.5 * (consensus != truth).mean()
 
 
 def test_wrong_labels_are_one_sentence():

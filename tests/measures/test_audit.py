@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from scipy import optimize
+from scipy import optimize, stats
 
-from het_plugin.measures import audit as measure
-from het_plugin.measures.audit import audit
+from het_plugin.measures import truths
+from het_plugin.measures.audit import audit, of_votes
 
 T = np.array([[0.8, 0.2, 0.0], [0.0, 0.9, 0.1], [0.05, 0.05, 0.9]])
 
@@ -89,7 +89,7 @@ def test_blocks_of_a_mapped_file_give_the_same_as_one_block(known, tmp_path, mon
   label = label[:1003]
   np.save(tmp_path / 'p.npy', p)
   whole = audit(p, label)
-  monkeypatch.setattr(measure, 'BLOCK_BYTES', 8 * 3 * 100)  # 100 rows
+  monkeypatch.setattr(truths, 'BLOCK_BYTES', 8 * 3 * 2 * 100)  # 100 rows
   blocked = audit(np.load(tmp_path / 'p.npy', mmap_mode='r'), label)
   for name in (
     'probability',
@@ -107,6 +107,69 @@ def test_blocks_of_a_mapped_file_give_the_same_as_one_block(known, tmp_path, mon
   q = p * whole.confusions.T[label]  # what `wrong` says is the posterior under these confusions
   q /= q.sum(axis=1, keepdims=True)
   np.testing.assert_allclose(whole.wrong, 1 - q[np.arange(1003), label], atol=1e-12)
+
+
+@pytest.mark.parametrize('moved', ['next', 'any'])
+def test_few_of_many_classes_give_the_same_findings(moved, monkeypatch):
+  rng = np.random.default_rng(0)
+  num_rows = 2000
+  num_classes = 60
+  p = rng.dirichlet([0.03] * num_classes, size=num_rows)
+  truth = drawn(rng, p)
+  to = {'next': truth + 1, 'any': rng.integers(num_classes, size=num_rows)}[moved] % num_classes
+  label = np.where(rng.random(num_rows) < 0.3, to, truth)
+  whole = audit(p, label)
+  monkeypatch.setattr(truths, 'FULL', 0)
+  monkeypatch.setattr(truths, 'TOP', 15)
+  before = None
+  for _ in range(2):
+    votes = truths.Votes(label, num_classes, before=before)
+    votes.put(slice(0, 1000), p[:1000])
+    votes.put(np.arange(num_rows)[:999:-1], p[:999:-1])
+    before = votes.close().fit()
+  few = of_votes(before)
+  seen = [np.maximum(found.wrong, 1e-4) for found in (few, whole)]
+  assert stats.spearmanr(*seen).statistic > 0.999
+  assert (few.suggested == whole.suggested).mean() > 0.98
+  np.testing.assert_allclose(few.share, whole.share, atol=0.005)
+  np.testing.assert_allclose(few.share_error, whole.share_error, rtol=0.2)
+  np.testing.assert_array_equal(few.probability, p[np.arange(num_rows), label].astype(np.float32))
+  np.testing.assert_array_equal(few.confidence, p.max(axis=1).astype(np.float32))
+  assert [x[:2] for x in few.pairs(5)] == [x[:2] for x in whole.pairs(5)] or moved == 'any'
+
+
+@pytest.mark.parametrize('has_patterns', [False, True])
+def test_annotators_and_their_votes_are_told_apart(has_patterns):
+  """crowd-kit 1.4.2 has 0.866 (Dawid and Skene) and 0.886 (one coin) on the first data."""
+  rng = np.random.default_rng(0)
+  num_rows = 3000
+  num_classes = 5
+  num_annotators = 60
+  truth = rng.integers(num_classes, size=num_rows)
+  quality = np.where(np.arange(num_annotators) < 6, 0.2, rng.beta(6, 2, size=num_annotators))
+  t = np.broadcast_to((1 - quality[:, None, None]) / (num_classes - 1), (num_annotators, 5, 5))
+  t = np.where(np.eye(num_classes), quality[:, None, None], t)
+  if has_patterns:
+    t = 0.5 * rng.dirichlet([0.3] * 5, size=(num_annotators, 5)) + 0.5 * np.eye(num_classes)
+    quality = t.trace(axis1=1, axis2=2) / num_classes
+  annotator = np.stack([rng.permutation(num_annotators)[:3] for _ in truth])
+  votes = np.stack([drawn(rng, t[by, k]) for by, k in zip(annotator, truth, strict=True)])
+  votes[:500, 2] = -1  # and the second is then as good as the first
+  label = np.array([np.bincount(x[x >= 0]).argmax() for x in votes])
+  found = audit(np.full((num_rows, num_classes), 0.2), label, True, votes, annotator)
+  accuracy = (found.suggested == truth).mean()
+  assert accuracy > (label == truth).mean() + 0.04
+  assert abs(found.share - (label != truth).mean()) < 0.04
+  by = found.annotators
+  assert by.ids.tolist() == list(range(num_annotators))
+  assert by.num_votes.sum() == (votes >= 0).sum()
+  assert np.sqrt(np.mean(((by.quality - quality) / by.stderr) ** 2)) < 1.5
+  # What features tell counts as well.
+  p = np.where(np.eye(num_classes)[truth] > 0, 0.6, 0.1)
+  assert (audit(p, label, False, votes, annotator).suggested == truth).mean() > accuracy + 0.03
+  alone = audit(p, label, True, label[:, None], np.zeros((num_rows, 1), int))
+  np.testing.assert_allclose(alone.wrong, audit(p, label).wrong)
+  assert alone.annotators is None
 
 
 def test_extremes():
