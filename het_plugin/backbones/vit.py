@@ -129,7 +129,8 @@ class ViT(nn.Module):
     depth: encoder blocks.
     mlp_dim: hidden width of each block's MLP.
     num_heads: attention heads.
-    pooling: 'token', the representation of a learned class token; 'gap', the mean over patches;
+    pooling: 'token', the representation of a learned class token (and of `num_pooled` - 1 registers
+      after it, side by side, as in RADIO); 'gap', the mean over patches;
       'all', the mean over all tokens; 'token_and_gap', the class token and after it the mean over
       patches, twice the width (Oquab et al. 2023, https://arxiv.org/abs/2304.07193);
       'distilled', the mean of the class token and the first register (Touvron et al. 2020,
@@ -176,6 +177,7 @@ class ViT(nn.Module):
     patch_norm: normalises the embedded patches, before they get positions, as AIMv2 does.
     last_norm: whether there is a normalisation after the last block.
     projection_bias: a bias of the projection.
+    num_pooled: tokens that the pooling 'token' takes.
     pool_heads: attention heads of the pooling 'map'; None for num_heads.
     adapter_dim: hidden width of a residual adapter after each block, to be trained over a frozen
       backbone (`transformer.Adapter`); None for no adapters.
@@ -220,6 +222,7 @@ class ViT(nn.Module):
   pool_heads: Count | None = None
   patch_norm: bool = False
   last_norm: bool = True
+  num_pooled: Count = 1
   projection_bias: bool = False
 
   def __post_init__(self):
@@ -247,13 +250,20 @@ class ViT(nn.Module):
       raise ValueError("ViT.pooling='distilled' needs a register: ViT.num_registers=0")
     if self.norm_pooled and self.pooling == 'map':
       raise ValueError("ViT.norm_pooled=True is for means and tokens, not for ViT.pooling='map'")
+    if self.num_pooled > 1 and (
+      self.pooling != 'token' or self.num_pooled > 1 + self.num_registers
+    ):
+      raise ValueError(
+        f"ViT.num_pooled={self.num_pooled} needs pooling='token' and ViT.num_registers of at least "
+        f'{self.num_pooled - 1}, not {self.pooling!r} and {self.num_registers}'
+      )
     moe_layers(self.moe, self.depth)
     super().__post_init__()
 
   @property
   def pre_logits_dim(self) -> int:
     """Width of phi."""
-    pooled = self.width * (2 if self.pooling == 'token_and_gap' else 1)
+    pooled = self.width * (2 if self.pooling == 'token_and_gap' else self.num_pooled)
     return self.representation_size or self.projection_size or pooled
 
   @property
@@ -312,7 +322,7 @@ class ViT(nn.Module):
     x = x.astype(jnp.float32) if self.norm_pooled else normalise(x)
     intermediates['encoder_norm'] = x
     if self.pooling == 'token':
-      phi = x[:, 0]  # [B, D]
+      phi = x[:, : self.num_pooled].reshape(len(x), -1)  # [B, num_pooled D]
     elif self.pooling == 'gap':
       phi = x[:, num_prefix:].mean(axis=1)
     elif self.pooling == 'all':

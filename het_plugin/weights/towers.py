@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from etils import epath
@@ -17,6 +17,8 @@ from etils import epath
 from het_plugin.weights import convolutional, renaming
 from het_plugin.weights.descriptions import described, read_config
 from het_plugin.weights.renaming import Params, Tower
+
+Filter = Literal['bicubic_antialias', 'bicubic', 'bilinear']  # of a resize, as PyTorch's
 
 # The shapes do not give the number of attention heads: a head has 64 channels, except that towers
 # of these widths have 16 heads.
@@ -34,6 +36,18 @@ _ACTIVATIONS = {
 }
 # Of a last normalisation after the pooling, and of towers that may have none.
 _POOLED_NORM = r'fc_norm\.weight|pooler\.layernorm\.weight'
+# Outside the blocks of a RADIO, and what is before these names.
+_RADIO_OUTER = re.compile(
+  r'^(?:radio_model\.)?(?:(?:model\.)?patch_generator|embeddings|input_conditioner)\.|^radio_model\.'
+)
+_RADIO = {
+  'embedder.weight': 'patch_embed.proj.weight',
+  'patch_projection.weight': 'patch_embed.proj.weight',
+  'position_embedding': 'pos_embed',
+  'cls_token.token': 'tokens',
+  'cls_register_token': 'tokens',
+  'pos_embed': 'pos_embed',
+}
 _SCALED_BEIT = r'lambda_1|\.ls1(?: |$)'
 
 
@@ -188,15 +202,18 @@ def is_tower(names: Collection[str]) -> bool:
   """Whether the arrays have the names of timm, transformers or open_clip."""
   stems = ((name, _stem(renaming.PREFIX.sub('', name), _OUTER)[0]) for name in names)
   is_vit = any(stem == 'embedding' and 'embedding/' not in name for name, stem in stems)
-  return is_vit or convolutional.reader_of(names) is not None
+  return is_vit or _is_radio(names) or convolutional.reader_of(names) is not None
 
 
-def antialiases(names: Collection[str]) -> bool:
-  """Whether the project of a tower antialiases when it resizes position embeddings.
+def position_filter(names: Collection[str]) -> Filter:
+  """How the project of a tower resizes position embeddings.
 
-  timm and open_clip do, transformers does not.
+  timm and open_clip antialias, transformers does not.
   """
-  return not any('embeddings.' in name and 'token_embedding' not in name for name in names)
+  if _is_radio(names):
+    return 'bilinear'
+  has_theirs = any('embeddings.' in name and 'token_embedding' not in name for name in names)
+  return 'bicubic' if has_theirs else 'bicubic_antialias'
 
 
 def not_recognised(names: Collection[str]) -> str:
@@ -220,6 +237,9 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   if (read := convolutional.reader_of(arrays)) is not None:
     return read(arrays, config)
   _check_files(arrays)
+  num_pooled = 1
+  if is_radio := _is_radio(arrays):
+    arrays, config, num_pooled = _of_radio(arrays, config)
   names = ' '.join(arrays)
   if '.mlp.fc3.' in names:  # AIMv2, whose first layer is the gate
     arrays = {name.replace('.mlp.fc1.', '.mlp.fc1_g.'): x for name, x in arrays.items()}
@@ -268,7 +288,8 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     grid = _relative_grid(flat)
   else:
     grid = None if is_rotary else _place_positions(flat)
-  image_size = grid and grid * patch_size
+  # RADIO's positions are those of its largest image.
+  image_size = None if is_radio else grid and grid * patch_size
 
   architecture = config.get('architecture', '')
   # transformers' CLIP is OpenAI's; timm names the files that have its activation.
@@ -284,7 +305,8 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     return flat[name].shape[-1] if name in flat else None
 
   usual_epsilon = 1e-5 if is_clip or is_rotary else 1e-6
-  has_norm = 'encoder_norm/scale' in flat or not re.search(_SCALED_BEIT, names)
+  may_lack_norm = is_radio or re.search(_SCALED_BEIT, names)
+  has_norm = 'encoder_norm/scale' in flat or not may_lack_norm
   if has_norm:
     _ = flat['encoder_norm/scale']  # an error where it lacks
   sub_norms = {'both': 'attention/sub_norm', 'mlp': 'mlp/sub_norm'}
@@ -293,6 +315,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     'width': width,
     **_block_settings(flat, config, 'SigLIP' if is_siglip else 'image', width, activation),
     'pooling': pooling,
+    'num_pooled': num_pooled,
     'class_token': True if 'class_token' in flat and pooling in ('gap', 'all', 'map') else None,
     'norm_pooled': config.get('pools_first') or bool(re.search(_POOLED_NORM, names)),
     'norm': 'layer_norm' if 'block00/attention_norm/bias' in flat else 'rms_norm',
@@ -354,6 +377,39 @@ def _interleaved_rope(
     'rope_grid': reference[0],
     'rope_offset': config['rope_offset'],
   }
+
+
+def _is_radio(names: Collection[str]) -> bool:
+  return any(name.endswith('input_conditioner.norm_mean') for name in names)
+
+
+def _of_radio(
+  arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]
+) -> tuple[dict[str, np.ndarray], dict[str, Any], int]:
+  """A RADIO under the names of timm, its settings, and the number of tokens that it concatenates.
+
+  These come first of its tokens, whose order does not matter, for they have no positions. Its own
+  code and transformers have names of their own.
+  """
+  named = {_RADIO_OUTER.sub('', name): np.asarray(x) for name, x in arrays.items()}
+  named = {name: x for name, x in named.items() if not name.startswith('video_')}
+  named |= {ours: named.pop(theirs) for theirs, ours in _RADIO.items() if theirs in named}
+  if missing := {*_RADIO.values(), 'norm_mean', 'norm_std'} - named.keys():
+    raise ValueError(f'the file lacks {min(missing)} of a RADIO: is it one of several files?')
+  mean = named.pop('norm_mean').reshape(-1).tolist()
+  std = named.pop('norm_std').reshape(-1).tolist()
+  first = named.pop('summary_idxs', np.asarray(config.get('summary_idxs') or [0, 1])).tolist()
+  tokens = named.pop('tokens')
+  tokens = tokens.reshape(-1, tokens.shape[-1])
+  order = [*first, *(i for i in range(len(tokens)) if i not in first)]
+  named['cls_token'] = tokens[order[0]]
+  named['reg_token'] = tokens[order[1:]]
+  position = named['pos_embed'].reshape(-1, tokens.shape[-1])
+  named['pos_embed'] = np.pad(position, ((1, 0), (0, 0)))  # none of the class token
+  kernel = named['patch_embed.proj.weight']  # [D, C P P]
+  side = math.isqrt(kernel.shape[1] // len(mean))
+  named['patch_embed.proj.weight'] = kernel.reshape(-1, len(mean), side, side)
+  return named, {**config, 'image_mean': mean, 'image_std': std}, len(first)
 
 
 def _check_files(arrays: Mapping[str, np.ndarray]) -> None:
@@ -450,7 +506,9 @@ def _place_positions(flat: dict[str, np.ndarray]) -> int:
 
 
 def _check_head(flat: Mapping[str, np.ndarray], settings: Mapping[str, Any]) -> None:
-  width = settings['width'] * (2 if settings['pooling'] == 'token_and_gap' else 1)
+  width = settings['width'] * (
+    2 if settings['pooling'] == 'token_and_gap' else settings['num_pooled']
+  )
   width = settings['representation_size'] or settings['projection_size'] or width
   if 'head/kernel' in flat and flat['head/kernel'].shape[0] != width:
     raise ValueError(

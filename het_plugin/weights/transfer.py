@@ -87,7 +87,7 @@ def load_params(
     raise ValueError(f'head={head!r} is unknown: choose one of {", ".join(HEADS)}')
   flat = unstacked(shapes)
   source, unused, layout = _source(arrays, flat, config or {})
-  antialias = towers.antialiases(arrays) if towers.is_tower(arrays) else None
+  filter = towers.position_filter(arrays) if towers.is_tower(arrays) else None
   is_padded = layouts.has_our_names(arrays) and not towers.is_tower(arrays)
   in_file = (*_PARTS, *_TEXT) if any(name.startswith(_TEXT) for name in source) else _PARTS
   prefix = layouts.head_prefix_of(source)
@@ -118,7 +118,7 @@ def load_params(
         if num_heads is not None and ours.endswith('attention/query/kernel'):
           _check_heads(source[theirs].shape, num_heads)
         has_classes = is_head and shape[-1:] == flat.get('head/kernel', ())[-1:]
-        read[ours], note = _fit(ours, source[theirs], shape, has_classes, antialias)
+        read[ours], note = _fit(ours, source[theirs], shape, has_classes, filter)
         loaded.append((ours, theirs, note))
       except ValueError as error:
         if ours in _W_AND_B:  # ours are padded: shapes would puzzle
@@ -268,7 +268,7 @@ def _fit(
   x: np.ndarray,
   shape: tuple[int, ...],
   has_classes: bool,
-  antialias: bool | None = None,
+  filter: towers.Filter | None = None,
 ) -> tuple[np.ndarray, str]:
   """The array in our shape, and what was changed.
 
@@ -276,7 +276,7 @@ def _fit(
   """
   x = np.asarray(x, np.float32)
   if ours == 'backbone/position_embedding' and x.shape[-2:] != shape:
-    return _resample(x.reshape(x.shape[-2:]), shape, antialias)
+    return _resample(x.reshape(x.shape[-2:]), shape, filter)
   if _merges(x.shape, shape):
     return x.reshape(shape), ''
   squeezed = x.reshape([n for n in x.shape if n > 1] or [1])
@@ -299,12 +299,13 @@ def _merges(theirs: Sequence[int], ours: Sequence[int]) -> bool:
   return not left
 
 
-def _bicubic(old: int, new: int, antialias: bool) -> np.ndarray:
-  """The matrix [new, old] of a bicubic resize whose corners are not aligned, as in PyTorch.
+def _resize_matrix(old: int, new: int, filter: towers.Filter) -> np.ndarray:
+  """The matrix [new, old] of a resize whose corners are not aligned, as in PyTorch.
 
-  Keys' kernel (1981) has a = -0.5 with antialiasing, where it is widened to shrink, and a = -0.75
-  without.
+  Keys' bicubic kernel (1981) has a = -0.5 with antialiasing, where it is widened to shrink, and
+  a = -0.75 without.
   """
+  antialias = filter == 'bicubic_antialias'
   a = -0.5 if antialias else -0.75
   scale = old / new
   width = max(scale, 1.0) if antialias else 1.0
@@ -315,6 +316,8 @@ def _bicubic(old: int, new: int, antialias: bool) -> np.ndarray:
   near = ((a + 2) * x - (a + 3)) * x * x + 1
   far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
   weight = np.where(x < 1, near, np.where(x < 2, far, 0.0))
+  if filter == 'bilinear':
+    weight = np.maximum(1 - x, 0.0)
   if antialias:  # taps outside are left out
     weight = np.where((taps < 0) | (taps >= old), 0.0, weight)
     weight /= weight.sum(axis=1, keepdims=True)
@@ -324,10 +327,10 @@ def _bicubic(old: int, new: int, antialias: bool) -> np.ndarray:
 
 
 def _resample(
-  x: np.ndarray, shape: tuple[int, ...], antialias: bool | None
+  x: np.ndarray, shape: tuple[int, ...], filter: towers.Filter | None
 ) -> tuple[np.ndarray, str]:
-  """Resamples position embeddings [N, D] to another grid of patches: bicubic, as PyTorch does
-  with antialiasing or without; bilinear with aligned corners for None, as vision_transformer does.
+  """Resamples position embeddings [N, D] to another grid of patches by a filter of PyTorch;
+  bilinear with aligned corners for None, as vision_transformer does.
 
   If N is a square number plus one, the first embedding belongs to the class token.
   """
@@ -338,8 +341,8 @@ def _resample(
   # Without an embedding of the class token, the project adds embeddings before it adds the token.
   token = x[:1] if old[0] else np.zeros((1, x.shape[1]), x.dtype)
   grid = x[old[0] :].reshape(old[1], old[1], -1)
-  if old[1] != new[1] and antialias is not None:
-    matrix = _bicubic(old[1], new[1], antialias)
+  if old[1] != new[1] and filter is not None:
+    matrix = _resize_matrix(old[1], new[1], filter)
     grid = np.einsum('pi,qj,ijd->pqd', matrix, matrix, grid, optimize=True)
   elif old[1] != new[1]:
     import scipy.ndimage  # a resized grid is rare, and training does not wait for it

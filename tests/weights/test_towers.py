@@ -42,6 +42,11 @@ TRANSFORMERS = {
     renaming.HALF,
   ),
   'InternVLVision': (SIZES, 'last_hidden_state', renaming.IMAGENET),
+  'Radio': (
+    {**NO_MLP, 'mlp_ratio': 2.0, 'max_img_size': 28, 'num_registers': 2, 'summary_idxs': [2, 0]},
+    'summary',
+    renaming.CLIP,
+  ),
 }
 
 
@@ -73,6 +78,8 @@ def test_parity_with_transformers(name):
     image = np.random.default_rng(0).random((2, 28, 28, 3)).astype(np.float32)
     pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
     inputs = {'pixel_values': pixels}
+    if name == 'Radio':  # it normalises its pixels itself
+      inputs = {'pixel_values': torch.tensor(image.transpose(0, 3, 1, 2))}
     if name == 'Siglip2Vision':  # rows of patches
       patches = pixels.reshape(2, 3, 4, 7, 4, 7).permute(0, 2, 4, 3, 5, 1).reshape(2, 16, -1)
       inputs = {'pixel_values': patches, 'spatial_shapes': torch.tensor([[4, 4]] * 2)}
@@ -906,6 +913,43 @@ def test_prefixes_of_trainers_are_stripped(ours, prefix):
   np.testing.assert_array_equal(tower.params['head/kernel'], expected.params['head/kernel'])
 
 
+def test_a_radio_in_the_names_of_its_own_code():
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+  block = {f'norm{i}.{kind}': draw(8) for i in (1, 2) for kind in ('weight', 'bias')}
+  shapes = {'attn.qkv': (24, 8), 'attn.proj': (8, 8), 'mlp.fc1': (16, 8), 'mlp.fc2': (8, 16)}
+  block |= {f'{name}.weight': draw(*shape) for name, shape in shapes.items()}
+  block |= {f'{name}.bias': draw(shape[0]) for name, shape in shapes.items()}
+  arrays = {
+    'input_conditioner.norm_mean': np.full((3, 1, 1), 0.4),
+    'input_conditioner.norm_std': np.full((3, 1, 1), 0.2),
+    'summary_idxs': np.array([0, 2]),
+    'model.patch_generator.embedder.weight': draw(8, 3 * 4 * 4),
+    'model.patch_generator.pos_embed': draw(1, 9, 8),
+    'model.patch_generator.cls_token.token': draw(5, 8),
+    'model.patch_generator.video_embedder.weight': draw(8, 3 * 4 * 4 * 2),
+    **{f'model.blocks.0.{name}': x for name, x in block.items()},
+  }
+  arrays = {f'radio_model.{name}': x for name, x in arrays.items()}
+  assert weights.is_tower(arrays)
+  tower = weights.read_tower(arrays, {'image_size': 8})
+  assert tower.image_size == 8 and tower.settings['num_pooled'] == 2
+  backbone = ViT(**tower.settings)
+  shapes = jax.eval_shape(backbone.init, jax.random.key(0), np.zeros((1, 8, 8, 3)))
+  flat = traverse_util.flatten_dict({'backbone': shapes['params']}, sep='/')
+  params, _ = weights.load_params(arrays, {name: x.shape for name, x in flat.items()})
+  tokens = arrays['radio_model.model.patch_generator.cls_token.token']
+  np.testing.assert_array_equal(params['backbone/class_token'], tokens[0])
+  np.testing.assert_array_equal(params['backbone/registers'], tokens[[2, 1, 3, 4]])
+  grid = arrays['radio_model.model.patch_generator.pos_embed'].reshape(3, 3, 8)
+  found = params['backbone/position_embedding']
+  corner = np.array([0.75, 0.25, 0.0])  # bilinear from 3 to 2, without antialiasing
+  np.testing.assert_allclose(found[1], np.einsum('i,j,ijd->d', corner, corner, grid), rtol=1e-5)
+  arrays.pop('radio_model.input_conditioner.norm_std')
+  with pytest.raises(ValueError, match='the file lacks norm_std of a RADIO'):
+    weights.read_tower(arrays, {})
+
+
 def test_a_file_without_a_tower_is_refused_before_gin(tmp_path):
   path = tmp_path / 'model.safetensors'
   weights.write_arrays(path, {f'layers.{i}.mixer.A': np.zeros(3) for i in range(4)})
@@ -914,15 +958,17 @@ def test_a_file_without_a_tower_is_refused_before_gin(tmp_path):
 
 
 @pytest.mark.parametrize(
-  'size, antialias, first',
+  'size, filter, first',
   [
-    (3, True, [1.0657893, -0.0657893]),
-    (3, False, [1.0868058, -0.0868058]),
-    (2, True, [0.4586777, 0.4586777, 0.1198347, -0.0371901]),
-    (2, False, [0.5, 0.59375, -0.09375, 0.0]),
+    (3, 'bicubic_antialias', [1.0657893, -0.0657893]),
+    (3, 'bicubic', [1.0868058, -0.0868058]),
+    (3, 'bilinear', [1, 0]),
+    (2, 'bicubic_antialias', [0.4586777, 0.4586777, 0.1198347, -0.0371901]),
+    (2, 'bicubic', [0.5, 0.59375, -0.09375, 0.0]),
+    (2, 'bilinear', [0.5, 0.5, 0.0, 0.0]),
   ],
 )
-def test_position_embeddings_are_resized_as_pytorch_does(size, antialias, first):
+def test_position_embeddings_are_resized_as_pytorch_does(size, filter, first):
   """The first row of a resized identity, as torch 2.13's interpolate gives it."""
-  matrix = transfer._bicubic(len(first), size, antialias)
+  matrix = transfer._resize_matrix(len(first), size, filter)
   np.testing.assert_allclose(matrix[0], first, atol=1e-6)
