@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from etils import epath
 
-from het_plugin.weights import convolutional, renaming
+from het_plugin.weights import convolutional, files, renaming
 from het_plugin.weights.descriptions import described, read_config
 from het_plugin.weights.renaming import Params, Tower
 
@@ -547,8 +547,14 @@ def _block_settings(
   }
 
 
-def tower_bindings(path: epath.PathLike, arrays: Mapping[str, np.ndarray]) -> list[str]:
-  """Gin bindings of backbone and image size for the tower in a file; none if there is no tower."""
+def tower_bindings(
+  path: epath.PathLike, arrays: Mapping[str, np.ndarray] | None = None
+) -> list[str]:
+  """Gin bindings of backbone and image size for the tower in a file; none if there is no tower.
+
+  `arrays` are those of the file, where they have been read.
+  """
+  arrays = files.read_arrays(path) if arrays is None else arrays
   return read_tower(arrays, read_config(path)).bindings() if is_tower(arrays) else []
 
 

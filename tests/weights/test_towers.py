@@ -892,6 +892,8 @@ def test_descriptions_and_shards_beside_a_file(tmp_path):
   read = weights.read_arrays(path)
   assert read.keys() == arrays.keys()
   np.testing.assert_array_equal(read[names[0]], arrays[names[0]])
+  bindings = weights.tower_bindings(path)
+  assert bindings[0] == 'BACKBONE = @vit()' and bindings == weights.tower_bindings(path, arrays)
   (tmp_path / shard).unlink()
   with pytest.raises(ValueError, match='1 of the 2 shards .* not beside it, such as model-00002'):
     weights.read_arrays(path)
