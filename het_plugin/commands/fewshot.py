@@ -131,8 +131,7 @@ def from_files(settings: Settings) -> Results:
   of_runs = {}
   chosen = choose_names(names, train, distinct=False)
   for name, *pair in zip(chosen, train, settings.test, strict=True):
-    train_source, test_source = map(runs.sources.open_source, pair)
-    halves = [train_source.rows('train'), test_source.rows()]
+    halves = [_rows(pair[0], 'train'), _rows(pair[1])]
     rows_lib.check_pair(pair, [rows.meaning for rows in halves])
     run, colon, dataset = name.partition(':') if names else (name, '', '')
     dataset = dataset if colon else halves[0].provenance.get('dataset', 'saved')
@@ -182,10 +181,17 @@ def from_checkpoints(settings: Settings) -> Results:
   return results
 
 
+def _rows(source: str, split: str | None = None) -> rows_lib.Rows:
+  """The rows of a source; features of a file stay on disk where its format allows that."""
+  found = runs.sources.rows_or_file(source, split)
+  return rows_lib.read(found, mapped=True) if isinstance(found, str) else found
+
+
 def _split(source: str, rows: rows_lib.Rows) -> fewshot.Split:
-  rows = rows.ordered()  # files of two runs may have the same rows in two orders
+  order = np.argsort(rows.index, kind='stable')  # files of two runs may have two orders
   with naming(source):
-    return fewshot.Split(rows.features, rows.consensus, rows.index)
+    x = rows_lib.Reordered(rows.features, order)
+    return fewshot.Split(x, rows.consensus[order], rows.index[order])
 
 
 def _evaluate(

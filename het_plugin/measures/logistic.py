@@ -10,6 +10,7 @@ import numpy as np
 
 from het_plugin.measures import ridge
 
+_BLOCK_ROWS = 8192
 MAX_ITERATIONS = 150
 
 
@@ -35,5 +36,11 @@ class Logistic:
     with warnings.catch_warnings():
       # The protocol has 150 iterations, whether or not they converge.
       warnings.simplefilter('ignore', ConvergenceWarning)
-      models = (LogisticRegression(C=1 / float(l2), max_iter=MAX_ITERATIONS) for l2 in l2s)
-      return np.stack([m.fit(self._x, self._y).predict(self._standardised(x)) for m in models])
+      models = [LogisticRegression(C=1 / float(l2), max_iter=MAX_ITERATIONS) for l2 in l2s]
+      for model in models:
+        model.fit(self._x, self._y)
+    found = np.empty((len(l2s), len(x)), self._y.dtype)
+    for rows in ridge.blocks(len(x), _BLOCK_ROWS):
+      z = self._standardised(x[rows])
+      found[:, rows] = [model.predict(z) for model in models]
+    return found

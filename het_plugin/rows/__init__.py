@@ -11,8 +11,10 @@ from het_plugin.rows.rows import (
   of_batch,
   ordered,
 )
+from het_plugin.rows.shards import Reordered
 
 __all__ = [
+  'Reordered',
   'Rows',
   'check_pair',
   'column',

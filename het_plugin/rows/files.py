@@ -15,13 +15,15 @@ Files made elsewhere need features or predictions, and labels. They may use othe
 (`FEATURE_NAMES`, `LABEL_NAMES`). Predictions are exactly one of `log_prob`, `prob` and `logits`
 [N, K]. With a softmax, the probabilities of a row must sum to 1 within 0.001 (0.01 in half
 precision); logits are normalised. With link = 'sigmoid', each class is on with its own probability.
-Features in a .npy file have their labels in a second file.
+Features in a .npy file have their labels in a second file. In a .parquet file arrays are columns:
+of numbers, or of lists of equally many for the rows of [N, D]. Labels may be lists of any lengths.
 """
 
 import contextlib
 import difflib
 import json
 import re
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
@@ -45,13 +47,14 @@ FEATURE_NAMES = ('features', 'representations', 'embeddings', 'pre_logits', 'x',
 LABEL_NAMES = ('label', 'labels', 'y', 'target', 'targets')
 VALUE_NAMES = ('log_prob', 'prob', 'logits')
 DTYPES = ('float32', 'bfloat16', 'float16')
-SUFFIXES = ('.npz', '.safetensors', '.npy')
+SUFFIXES = ('.npz', '.safetensors', '.npy', '.parquet')
 _OPTIONAL = 'index', 'label_weight', 'annotator', 'class_name', 'split'
 _SIMILAR = 0.85  # least similarity of the name of an array to one that was probably meant
 _PER_EXAMPLE = ('expected_entropy', 'nll')
 _SHOWN = 8  # arrays in an error
 _JSON = ('provenance', 'checksums', 'digest')  # of an .npz file
 _METADATA = 'het_plugin'
+_PARQUET_ROWS = 8192  # that are read at a time
 _BLOCK_BYTES = 2**24  # of an array that is looked through
 _SUM_TOLERANCE = 1e-3
 _HALF_SUM_TOLERANCE = 1e-2  # half precision rounds a log-probability of -10 by 4e-3
@@ -70,6 +73,8 @@ def is_file(source: str) -> bool:
     elif path.endswith('.safetensors'):
       with safetensors.safe_open(path, framework='numpy') as file:
         names = tuple(file.keys())
+    elif path.endswith('.parquet'):
+      names = _open_parquet(path).schema_arrow.names
   known = {*FEATURE_NAMES, *LABEL_NAMES, *VALUE_NAMES}
   return bool(known.intersection(names)) or not any(re.search('[./]', name) for name in names)
 
@@ -89,12 +94,14 @@ def read(source: str, column: str = 'features', *, mapped: bool = False) -> Rows
       ((2, 4), [0, 1])
 
   Args:
-    source: PATH.npz, PATH.safetensors, or FEATURES.npy,LABELS.npy. PATH.npz:NAME is one split of a
-      file that has an array 'split' of strings [N]. PATH-*.safetensors is several files as one, in
-      the order of their names; of those named PATH-00000-of-00004.safetensors none may be missing.
+    source: PATH.npz, PATH.safetensors, PATH.parquet, or FEATURES.npy,LABELS.npy. PATH.npz:NAME is
+      one split of a file that has an array 'split' of strings [N]. PATH-*.safetensors is several
+      files as one, in the order of their names; of those named PATH-00000-of-00004.safetensors none
+      may be missing.
     column: what the file must have, 'features' or 'log_prob'.
     mapped: whether arrays of a .safetensors file stay on disk, with the type that they have there,
-      as those of .npy files do. Other features are read as float32.
+      as those of .npy files do, and of a .parquet file in a temporary one. Other features are read
+      as float32.
 
   Raises:
     ValueError: the file is missing or damaged, its arrays do not fit together, or values are not
@@ -236,12 +243,92 @@ def _arrays(path: str, column: str, mapped: bool) -> dict[str, np.ndarray]:
   """All arrays of a file by name, as they are there."""
   if column == 'features' and path.endswith('.npy'):
     return _read_npy(path)
+  if path.endswith('.parquet'):
+    return _read_parquet(path)
   if not weights.is_weights_file(path):
-    npy = ' or .npy' if column == 'features' else ''
-    raise ValueError(f'a file with {column} must end in .npz, .safetensors{npy}')
+    npy = ', .npy' if column == 'features' else ''
+    raise ValueError(f'a file with {column} must end in .npz, .safetensors{npy} or .parquet')
   if mapped and path.endswith('.safetensors') and epath.Path(path).exists():
     return _map_safetensors(path)
   return weights.read_arrays(path, as_float32=False)
+
+
+def _open_parquet(path: str) -> Any:
+  try:
+    from pyarrow import parquet  # takes a third of a second to import
+  except ModuleNotFoundError as error:
+    raise ImportError(f'{path} needs `pip install pyarrow`') from error
+  return parquet.ParquetFile(path)
+
+
+def _read_parquet(path: str) -> dict[str, np.ndarray]:
+  """The columns that rows have; those of floating-point lists in files without a name."""
+  arrays = {}
+  with _open_parquet(path) as file:
+    known = {*FEATURE_NAMES, *LABEL_NAMES, *VALUE_NAMES, *_PER_EXAMPLE, *_OPTIONAL}
+    for name in known.intersection(file.schema_arrow.names):
+      parts = []
+      whole = None
+      start = 0
+      for batch in file.iter_batches(_PARQUET_ROWS, columns=[name]):
+        part = _as_rows(name, batch.column(0), start)
+        start += len(part)
+        if part.ndim == 1 or name not in (*FEATURE_NAMES, *VALUE_NAMES):
+          parts.append(part)
+          continue
+        if whole is None:
+          with tempfile.TemporaryFile() as spilled:
+            shape = file.metadata.num_rows, part.shape[1]
+            whole = np.memmap(spilled, part.dtype, 'w+', shape=shape)
+        if part.shape[1] != whole.shape[1]:
+          raise ValueError(
+            f'{name} has {part.shape[1]} values in row {start - len(part)} and {whole.shape[1]} in '
+            'row 0'
+          )
+        whole[start - len(part) : start] = part
+      arrays[name] = _stacked(name, parts) if whole is None else whole
+  return arrays
+
+
+def _as_rows(name: str, column: Any, start: int) -> np.ndarray:
+  """A batch of a Parquet column as an array [n] or [n, D]; its first row has the number `start`."""
+  if column.null_count:
+    row = start + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+    raise ValueError(f'{name} has no value in row {row}')
+  if not hasattr(column, 'flatten') or not hasattr(column.type, 'value_type'):
+    found = column.to_numpy(zero_copy_only=False)
+    return found.astype(str) if found.dtype.kind == 'O' else found
+  values = column.flatten().to_numpy(zero_copy_only=False)
+  if hasattr(column.type, 'list_size'):
+    return values.reshape(len(column), column.type.list_size)
+  lengths = column.value_lengths().to_numpy()
+  width = int(lengths.max(initial=0))
+  is_ragged = name in (*LABEL_NAMES, *_OPTIONAL)
+  if not is_ragged and (wrong := lengths != lengths[:1]).any():
+    row = int(np.argmax(wrong))
+    raise ValueError(
+      f'{name} has {lengths[row]} values in row {start + row} and {lengths[0]} in row {start}'
+    )
+  found = np.full((len(column), width), _padding(name), values.dtype)
+  found[np.arange(width) < lengths[:, None]] = values
+  return found
+
+
+def _padding(name: str) -> int:
+  """What stands for no label."""
+  return 0 if name == 'label_weight' else -1
+
+
+def _stacked(name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+  """Parts [n] or [n, L] of any L as one array."""
+  if not parts or parts[0].ndim == 1:
+    return np.concatenate([*parts]) if parts else np.zeros(0)
+  more = [max(part.shape[1] for part in parts) - part.shape[1] for part in parts]
+  wide = (
+    np.pad(part, ((0, 0), (0, x)), constant_values=_padding(name))
+    for part, x in zip(parts, more, strict=True)
+  )
+  return np.concatenate([*wide])
 
 
 def _read_npy(source: str) -> dict[str, np.ndarray]:
@@ -291,6 +378,8 @@ def _description(path: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
   elif path.endswith('.safetensors'):
     with safetensors.safe_open(path, framework='numpy') as file:
       about = json.loads((file.metadata() or {}).get(_METADATA, '{}'))
+  elif path.endswith('.parquet'):
+    about = _description_of_hub(_open_parquet(path).schema_arrow.metadata or {})
   else:
     about = {}  # a .npy file has arrays only
   about = {'class_names': None, 'provenance': {}} | about
@@ -298,6 +387,13 @@ def _description(path: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
   if (digest is not None or 'checksums' in about) and digest != _digest(about):
     raise ValueError('its description is not what was written: the file is damaged')
   return about
+
+
+def _description_of_hub(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
+  """Names of the classes, as Hugging Face `datasets` writes them."""
+  columns = json.loads(metadata.get(b'huggingface', b'{}')).get('info', {}).get('features', {})
+  names = [columns[x]['names'] for x in LABEL_NAMES if 'names' in (columns.get(x) or {})]
+  return {'class_names': names[0]} if names else {}
 
 
 def _digest(about: Mapping[str, Any]) -> int:
@@ -349,7 +445,7 @@ def _parse(
     columns |= _predictions(arrays, link)
   if column == 'features' or any(name in arrays for name in FEATURE_NAMES[:1]):
     features = find_features(arrays)
-    columns['features'] = features if on_disk else features.astype(np.float32)
+    columns['features'] = features if on_disk else np.array(features, np.float32)
   num_examples = len(columns[column])
   if wrong := [name for name, x in columns.items() if len(x) != num_examples]:
     raise ValueError(f'{wrong[0]} has {len(columns[wrong[0]])} rows and {column} {num_examples}')

@@ -73,6 +73,34 @@ class Joined:
     return self.__array__().astype(dtype)
 
 
+class Reordered:
+  """Rows of features [N, D] in another order, float32 or wider; they are read when they are taken.
+
+      >>> import numpy as np
+      >>> found = Reordered(np.arange(6, dtype=np.float16).reshape(3, 2), np.array([2, 0, 1]))
+      >>> found.shape, found[:2].tolist()
+      ((3, 2), [[4.0, 5.0], [0.0, 1.0]])
+
+  Attributes:
+    shape: [N, D].
+  """
+
+  ndim = 2
+
+  def __init__(self, x: 'np.ndarray | Joined', order: np.ndarray):
+    self._x = x
+    self._order = order
+    self.shape = (len(order), x.shape[1])
+    self.size = len(order) * x.shape[1]
+
+  def __len__(self) -> int:
+    return len(self._order)
+
+  def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
+    found = np.asarray(self._x[self._order[rows]])
+    return found if found.dtype.itemsize > 2 else found.astype(np.float32)
+
+
 def names(pattern: str) -> list[str]:
   """The files that a pattern with a * names, sorted.
 

@@ -3,11 +3,12 @@
 import json
 import types
 
+import ml_dtypes
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from het_plugin import rows, runs
+from het_plugin import measures, rows, runs
 from het_plugin.commands import fewshot
 from het_plugin.evaluation.fewshot import FewShotDataset, check
 from het_plugin.measures import few_shot
@@ -294,6 +295,48 @@ def test_wrong_data_are_one_sentence(files, digits_run, run_main, tmp_path):
   assert "of this program: KeyError('mean')" in run_main(fewshot, f'--results={earlier}', code=2)
   earlier.write_text('[' * 100_000)
   assert 'of this program: RecursionError' in run_main(fewshot, f'--results={earlier}', code=2)
+
+
+@pytest.mark.parametrize('protocol', ['loo', 'vmoe', 'uncertainty_baselines'])
+def test_rows_of_files_are_read_in_parts_and_in_any_order(files, tmp_path, protocol, monkeypatch):
+  """Shards in half precision give what their values give as an array in the order of the ids."""
+  x, y, *test = arrays(files, 'clean')
+  halves = {'train': (x, y), 'test': tuple(test)}
+  for half, (features, label) in halves.items():
+    order = np.random.default_rng(0).permutation(len(label))
+    for number, part in enumerate(np.array_split(order, 2)):
+      columns = {'features': features[part].astype(ml_dtypes.bfloat16)}
+      some = rows.Rows(columns, label[part][:, None], part)
+      rows.write(tmp_path / f'{half}-0000{number}-of-00002.safetensors', some)
+  counts = []
+  take = rows.Reordered.__getitem__
+
+  def counted(self, which):
+    found = take(self, which)
+    counts.append(len(found))
+    return found
+
+  monkeypatch.setattr(rows.Reordered, '__getitem__', counted)
+  for module in (measures.fewshot, measures.logistic, measures.ridge):
+    monkeypatch.setattr(module, '_BLOCK_ROWS', 16)
+  monkeypatch.setattr(measures.ridge, '_SCORES', 0)  # 128 rows
+  train, tests = ((str(tmp_path / f'{half}-*.safetensors'),) for half in halves)
+  l2 = 1.0 if protocol == 'uncertainty_baselines' else None
+  chosen = fewshot.Settings(
+    train=train, test=tests, protocol=protocol, l2=l2, shots=(2,), given=frozenset({'shots'})
+  )
+  (found,) = fewshot.run(chosen).json['rows']
+  assert max(counts) <= 128
+  whole = {half: measures.fewshot.Split(rounded(x), y) for half, (x, y) in halves.items()}
+  fits = chosen.fits
+  wanted = measures.fewshot.few_shot_all(
+    {'': (whole['train'], whole['test'])}, fits['protocol'], shots=(2,), seeds=fits['seeds']
+  )
+  assert found['accuracies'] == wanted[''][2].accuracies
+
+
+def rounded(x):
+  return x.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def test_fractions_are_shares_of_each_class(files, run_main, tmp_path):

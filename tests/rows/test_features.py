@@ -1,14 +1,18 @@
 """Files of representations: ours both ways, other people's, and wrong ones."""
 
 import dataclasses
+import json
 
 import ml_dtypes
 import numpy as np
+import pyarrow as pa
 import pytest
 import safetensors.numpy
+from pyarrow import parquet
 
 from het_plugin import rows
-from het_plugin.rows import Rows
+from het_plugin.rows import Rows, files
+from het_plugin.runs import sources
 
 
 def make(n=6, d=4, **kwargs):
@@ -206,3 +210,51 @@ def test_several_files_are_one(tmp_path):
     rows.read(pattern)
   with pytest.raises(ValueError, match='names no file'):
     rows.read(str(tmp_path / 'test-*.npz'))
+
+
+def write_parquet(path, rows_per_group=7, metadata=None, **columns):
+  table = pa.table(columns).replace_schema_metadata(metadata)
+  parquet.write_table(table, path, row_group_size=rows_per_group)
+  return str(path)
+
+
+@pytest.mark.parametrize('kind', [pa.list_(pa.float32()), pa.list_(pa.float16(), 3)])
+def test_columns_of_parquet_are_rows(tmp_path, kind, monkeypatch):
+  monkeypatch.setattr(files, '_PARQUET_ROWS', 5)
+  x = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float16)
+  names = {'info': {'features': {'label': {'names': ['a', 'b', 'c', 'd'], '_type': 'ClassLabel'}}}}
+  path = write_parquet(
+    tmp_path / 'a.parquet',
+    metadata={'huggingface': json.dumps(names)},
+    embeddings=pa.array(list(x), kind),
+    label=np.arange(20) % 4,
+    caption=['text'] * 20,
+    split=['train'] * 12 + ['test'] * 8,
+  )
+  for mapped in (False, True):
+    found = rows.read(path, mapped=mapped)
+    np.testing.assert_array_equal(found.features, x)
+    assert found.class_names == ('a', 'b', 'c', 'd') and found.label[5] == 1
+    assert isinstance(found.features, np.memmap) == mapped
+  assert len(rows.read(f'{path}:test')) == 8
+  found = sources.open_source(path).rows()
+  assert found.features.dtype == np.float32 and len(found) == 20
+  votes = [[k % 4] * (1 + k % 3) for k in range(20)]
+  path = write_parquet(tmp_path / 'b.parquet', features=list(x.astype(float)), labels=votes)
+  labels = rows.read(path).labels
+  assert labels.shape == (20, 3) and [y[y >= 0].tolist() for y in labels] == votes
+
+
+@pytest.mark.parametrize(
+  'columns, message',
+  [
+    ({'label': [0, 1]}, 'exactly one of the arrays features'),
+    ({'x': [[1.0], [1.0, 2.0]], 'y': [0, 1]}, 'x has 2 values in row 1 and 1 in row 0'),
+    ({'x': [[1.0], None], 'y': [0, 1]}, 'x has no value in row 1'),
+    ({'x': [[1.0], [np.nan]], 'y': [0, 1]}, 'not finite, first row 1'),
+  ],
+)
+def test_wrong_columns_of_parquet(tmp_path, columns, message):
+  path = write_parquet(tmp_path / 'a.parquet', **columns)
+  with pytest.raises(ValueError, match=f'a.parquet: .*{message}'):
+    rows.read(path)
