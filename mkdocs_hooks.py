@@ -110,7 +110,7 @@ def _reference(room, modules):
 def _overview():
   """The page of the names that `het_plugin` has itself, and of its rooms, a line for each."""
   text = ['# Overview', '`from het_plugin import NAME` gives:', '| name | |\n|---|---|']
-  for name, room in het_plugin._ROOM_OF.items():
+  for room, name in ((room, name) for room, names in het_plugin._ROOMS.items() for name in names):
     module = _definer(room, name)
     summary = _summary(module, name)
     text[-1] += f'\n| [`{name}`][{module}.{name}] | {summary} |'
