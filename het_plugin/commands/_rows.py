@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from het_plugin.cli.settings import Gin
+from het_plugin.commands import represent
 from het_plugin.rows import Rows, label_rows
 from het_plugin.rows import read as read_rows
 
@@ -56,8 +57,6 @@ class RowsSettings(Gin):
 
   def represented(self, program: str, splits: Sequence[str]) -> list[str]:
     """The files of splits of the checkpoint, written if they are not there."""
-    from het_plugin.commands import represent  # imports tasks, which files do not need
-
     of_run = self.chosen('checkpoint', 'dataset', 'output_dir', *GIN)
     what = represent.Settings(splits=','.join(splits), layers=(self.layer,), **of_run)
     return [row['file'] for row in represent.represent(what, program)['files']]

@@ -25,11 +25,11 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from het_plugin import estimators, measures, reporting, runs, weights
+from het_plugin import estimators, evaluation, measures, reporting, runs, weights
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import OneOf, ResultFiles
 from het_plugin.commands._rows import FileOrArrays, RowsSettings, read
@@ -37,9 +37,6 @@ from het_plugin.estimators.settings import GridSettings
 from het_plugin.rows import files
 from het_plugin.system.flag_values import HEADS
 from het_plugin.system.ranges import Count
-
-if TYPE_CHECKING:  # imports tasks of images, which files do not need
-  from het_plugin.evaluation.examples import Examples
 
 TABLE_COLUMNS = ('file', 'label', 'was', 'wrong')
 _SHOWN = 10
@@ -115,9 +112,7 @@ def run(settings: Settings) -> reporting.Report:
     _check_suggested(suggest, source)
   examples = None
   if settings.dataset:
-    from het_plugin.evaluation.examples import Examples  # imports what files do not need
-
-    examples = Examples.of(settings.dataset, settings.split)
+    examples = evaluation.examples.Examples.of(settings.dataset, settings.split)
   if suggest.endswith('.csv') and not (examples and examples.have_names):
     raise ValueError(
       f'--suggest={suggest} needs --dataset=image_folder:PATH, parquet:PATH or webdataset:PATTERN, '
@@ -223,7 +218,7 @@ def _write_table(path: str, listed: Listed) -> None:
 def report(
   source: FileOrArrays,
   settings: GridSettings,
-  examples: Examples | None = None,
+  examples: evaluation.examples.Examples | None = None,
   rounds: int = 10,
   probs_to: str | None = None,
   probs_from: str | None = None,
@@ -381,7 +376,7 @@ def report(
   )
 
 
-def _by_truth(listed: Listed, examples: Examples) -> dict[str, int] | None:
+def _by_truth(listed: Listed, examples: evaluation.examples.Examples) -> dict[str, int] | None:
   """Numbers of labels that are wrong, where the task knows the true classes."""
   info = examples.info
   if not info.knows_truth(examples.whole):
@@ -397,7 +392,7 @@ def _by_truth(listed: Listed, examples: Examples) -> dict[str, int] | None:
 
 
 def _galleries(
-  listed: Listed, examples: Examples, shown: Callable[[int], str]
+  listed: Listed, examples: evaluation.examples.Examples, shown: Callable[[int], str]
 ) -> dict[str, reporting.Gallery]:
   """Images of the worst labels, of the most ambiguous ones, and of the most confused pairs."""
   found = listed.found
