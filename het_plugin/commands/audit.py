@@ -199,6 +199,8 @@ def write_suggested(listed: Listed, path: str) -> None:
     given = {'label_weight': None, 'annotator': None}
     rows_lib.write(path, dataclasses.replace(listed.rows, labels=labels, **given))
   print(f'\n{path}: {is_wrong.sum():,} of {len(listed):,} labels are suggestions.')
+  if str(path).endswith('.csv') and listed.root is None:
+    print(f'A training takes them with ?labels={path} behind the path of the data.')
 
 
 def _write_table(path: str, listed: Listed) -> None:
