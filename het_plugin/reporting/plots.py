@@ -49,8 +49,10 @@ def _panel(ax: Axes, name: str, lines: Mapping, styles: Mapping) -> None:
     smooth = _smooth(values)
     if len(values) > 2 and not np.array_equal(smooth, values, equal_nan=True):
       ax.plot(step, values, color=color, alpha=0.18, linewidth=0.8)
-    ax.plot(step, smooth, color=color, linestyle=dashes, linewidth=1.8, label=head)
     finite = smooth[np.isfinite(smooth)]
+    look = {'color': color, 'linestyle': dashes, 'linewidth': 1.8}
+    # One point, as after a first evaluation, makes no line.
+    ax.plot(step, smooth, marker='o' if finite.size == 1 else None, label=head, **look)
     if finite.size:
       lows.append(finite.min())
       highs.append(finite.max())

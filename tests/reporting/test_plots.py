@@ -93,6 +93,13 @@ def test_a_picture_is_dark_on_a_dark_page_but_for_what_it_shows():
   assert both.sum() > 2000
 
 
+def test_the_only_point_of_a_curve_is_seen(monkeypatch):
+  monkeypatch.setattr(style, 'STYLES', [('#ff0000', 'solid')])
+  (png,) = reporting.curve_pngs({'': {'step': [2], 'loss': [1.0]}})
+  image = np.asarray(Image.open(io.BytesIO(png)).convert('RGB'), int)
+  assert (image[..., 0] - image[..., 1:].max(-1) > 100).sum() > 50
+
+
 def test_nans_are_a_gap(monkeypatch, num_points=600):  # which are smoothed
   monkeypatch.setattr(style, 'STYLES', [('#ff0000', 'solid')])
 
