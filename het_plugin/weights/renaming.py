@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 HALF = ((0.5,) * 3, (0.5,) * 3)
-# Before the names of arrays: of the libraries' modules, and of programs that hold a tower.
+# What may stand before the names of arrays: modules of the libraries, and those that hold a tower.
 _MODULES = (
   'model',
   'vit',

@@ -1,7 +1,6 @@
 """Towers of timm, transformers and open_clip: their settings and parameters from a file.
 
-ViT, DeiT, DINOv2, DINOv3 (of transformers), CLIP, SigLIP and ConvNeXt are recognised by their
-names. Kernels are transposed, fused projections are split, and the normalisation of the pixels goes
+Families (docs/backbones.md) are recognised by the names of their arrays. Kernels are transposed, fused projections are split, and the normalisation of the pixels goes
 into the patch embedding, so that the tower takes images in [-1, 1] like all backbones here.
 """
 
@@ -36,6 +35,7 @@ _ACTIVATIONS = {
 }
 # Of a last normalisation after the pooling, and of towers that may have none.
 _POOLED_NORM = r'fc_norm\.weight|pooler\.layernorm\.weight'
+_SCALED_BEIT = r'lambda_1|\.ls1(?: |$)'
 # Outside the blocks of a RADIO, and what is before these names.
 _RADIO_OUTER = re.compile(
   r'^(?:radio_model\.)?(?:(?:model\.)?patch_generator|embeddings|input_conditioner)\.|^radio_model\.'
@@ -48,7 +48,6 @@ _RADIO = {
   'cls_register_token': 'tokens',
   'pos_embed': 'pos_embed',
 }
-_SCALED_BEIT = r'lambda_1|\.ls1(?: |$)'
 
 
 # Ours, and theirs without the prefix and '.weight' or '.bias', outside and inside blocks.
