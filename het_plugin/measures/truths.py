@@ -98,7 +98,7 @@ class Votes:
     self._is_full = num_classes <= max(FULL, width)
     self.width = num_classes if self._is_full else width
     self._labels = self._place = np.zeros(0, int)
-    self._before = None if before is None or self._is_full else before.table()
+    self._likely = None if before is None or self._is_full else before.likely()
     self._p = spilled((len(label), self.width), np.float32)
     # All pairs of a truth and a label that occurs are then in order, and need no numbers.
     self._is_table = self._is_full and self.num_annotators == num_votes == 1
@@ -120,10 +120,13 @@ class Votes:
     score = np.array(p, np.float32)
     np.put_along_axis(score, voted, np.inf, axis=1)
     count = self.width - 1
-    if self._before is not None:
+    if self._likely is not None:
       first = np.argpartition(score, -TOP, axis=1)[:, -TOP:]
-      score = p * np.prod([self._before[y].toarray() for y in voted.T], axis=0)
-      np.put_along_axis(score, np.concatenate([voted, first], axis=1), np.inf, axis=1)
+      truth, rate = (x[voted].reshape(len(p), -1) for x in self._likely)
+      q = np.take_along_axis(p, truth, axis=1) * rate
+      best = np.argpartition(q, -TOP, axis=1)[:, -TOP:]
+      best = np.take_along_axis(truth, best, axis=1)
+      np.put_along_axis(score, np.concatenate([first, best], axis=1), np.inf, axis=1)
     top = np.argpartition(score, -count, axis=1)[:, -count:]
     kept = np.take_along_axis(p, top, axis=1)
     rest = p.sum(axis=1, dtype=np.float64) - kept.sum(axis=1, dtype=np.float64)
@@ -378,11 +381,22 @@ class Confusions:
     is_class = groups.truth < self.votes.num_classes
     return groups.truth[is_class], groups.label[is_class], self.rates.shared[is_class]
 
-  def table(self) -> sparse.csr_array:
-    """T [label, truth]; 0 for pairs that no row has."""
+  def likely(self) -> tuple[np.ndarray, np.ndarray]:
+    """The 4 `TOP` truths for which each label is most often written, int [K, 4 TOP], and T_ky."""
     truth, label, rate = self.shared
-    shape = (self.votes.num_classes,) * 2
-    return sparse.csr_array((rate.astype(np.float32), (label, truth)), shape)
+    order = np.lexsort((-rate, label))
+    truth = truth[order]
+    label = label[order]
+    rate = rate[order]
+    place = np.arange(len(label)) - np.searchsorted(label, label)  # among those of the label
+    is_likely = place < 4 * TOP
+    place = place[is_likely]
+    label = label[is_likely]
+    truths = np.repeat(np.arange(self.votes.num_classes)[:, None], 4 * TOP, axis=1)
+    rates = np.zeros(truths.shape, np.float32)
+    truths[label, place] = truth[is_likely]
+    rates[label, place] = rate[is_likely]
+    return truths, rates
 
   def evidence(self, prior_votes: float) -> float:
     """The log-likelihood of expected votes, in nats, with rates from the Dirichlet prior."""

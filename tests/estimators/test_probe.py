@@ -149,9 +149,10 @@ def test_sigterm_ends_it_as_other_mains(files):
   assert process.returncode == exit_codes.PREEMPTED
 
 
-def test_a_stopped_probe_goes_on(few, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize('solver, every, most', [('lbfgs', 12, 2), ('streamed', 35, 10)])
+def test_a_stopped_probe_goes_on(few, tmp_path, monkeypatch, capsys, solver, every, most):
   train, test = few
-  fits = settings(heads=('det', 'het'), max_iter=40)
+  fits = settings(heads=('det', 'het'), max_iter=40, solver=solver)
   whole = probe.probe(train, test, fits).json
   folder = tmp_path / 'probe.json.unfinished'
   begun = []
@@ -165,15 +166,15 @@ def test_a_stopped_probe_goes_on(few, tmp_path, monkeypatch, capsys):
 
   stops = 0
   found = None
-  while found is None:
+  while found is None and stops < 30:
     begun.clear()
     try:
-      found = stopped_after(12)
+      found = stopped_after(every)
     except exit_codes.Preempted:
       stops += 1
       assert 'the same command goes on from' in capsys.readouterr().out
-    assert len(begun) < 3  # those that have ended are not made again
-  assert 1 < stops < 9
+    assert len(begun) <= most  # those that have ended are not made again
+  assert 0 < stops < 30
   for one, other in zip(found.json, whole, strict=True):
     assert one['nll'] == pytest.approx(other['nll'], abs=2e-3)
   capsys.readouterr()
