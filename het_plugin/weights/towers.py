@@ -1,7 +1,8 @@
 """Towers of timm, transformers and open_clip: their settings and parameters from a file.
 
-Families (docs/backbones.md) are recognised by the names of their arrays. Kernels are transposed, fused projections are split, and the normalisation of the pixels goes
-into the patch embedding, so that the tower takes images in [-1, 1] like all backbones here.
+Families (docs/backbones.md) are recognised by the names of their arrays. Kernels are transposed,
+fused projections are split, and the normalisation of the pixels goes into the patch embedding, so
+that the tower takes images in [-1, 1] like all backbones here.
 """
 
 import dataclasses
