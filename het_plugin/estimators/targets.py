@@ -216,7 +216,11 @@ def as_array(y: Any) -> np.ndarray:
   numpy makes the string 'nan' of a missing name in a list of names: a list of votes becomes
   objects, and ValueError is raised for one of classes.
   """
-  array = np.asanyarray(y)
+  try:
+    array = np.asanyarray(y)
+  except ValueError as error:
+    lacking = 'y has rows of different lengths: fill those of missing votes with None, or -1'
+    raise ValueError(lacking) from error
   if array.dtype.kind == 'U' and not isinstance(y, np.ndarray):
     objects = np.asarray(y, object)
     if array.ndim == 2:

@@ -298,6 +298,8 @@ def test_votes_are_the_shares_of_classes_and_weights_are_repetitions():
     assert list(texts.classes_) == list('0123')
   with pytest.raises(ValueError, match="Input y contains NaN.* a missing vote with target='votes'"):
     DetClassifier().fit(x, np.where(votes < 0, None, (votes > 1).astype(object)))
+  with pytest.raises(ValueError, match='rows of different lengths: fill those of missing votes'):
+    DetClassifier(target='votes').fit(x, [[vote for vote in row if vote >= 0] for row in votes])
   texts = DetClassifier(target='votes').fit(x, votes.astype(str))
   assert list(texts.classes_) == list('0123')
   weight = rng.integers(0, 3, len(y))
