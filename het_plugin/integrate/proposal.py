@@ -11,8 +11,9 @@ their f_C(z) is near f(z), and costs C exponentials in place of K.
      Duffield, Lund and Thorup 2007). The sum and the p-weighted mean of the noise of the rest are
      set to those of all other classes.
   2. A Gaussian q is fitted to the posterior f_C(z) N(z; 0, I): the closest one in
-     KL(q | posterior), by a few fixed-point steps (Opper and Archambeau 2009). Only a `SHARE` of
-     its precision is used, because its tails are lighter than the posterior's.
+     KL(q | posterior), by a few fixed-point steps (Opper and Archambeau 2009). It differs from
+     N(0, I) in m dimensions only, which the noise of the classes of highest priority spans. Only a
+     `SHARE` of its precision is used, because its tails are lighter than the posterior's.
   3. N points of q in pairs z_n+ and z_n-, mirrored at its mean, have the weights
      w_n = f_C(z_n) N(z_n; 0, I) / (N q(z_n)), whose sum is p_C.
   4. S / 2 pairs are chosen with the probabilities (w_n+ + w_n-) / p_C. With f / f_C the mean over
@@ -31,8 +32,9 @@ Where the noise is many times tau, the softmax is near a step and no Gaussian is
 There half of the points come from N(mean, I), which is as wide as the noise (a defensive mixture,
 Hesterberg 1995).
 
-B examples, K classes, C of them, T = R + 1 normals. A remainder 'diag' has Q normals in place of
-one: the fit takes the one along the direction that moves the label, and the samples draw the rest.
+B examples, K classes, C of them, T = R + 1 normals, m dimensions of the fit. A remainder 'diag' has
+Q normals in place of one: the fit takes the one along the direction that moves the label, and the
+samples draw the rest.
 """
 
 import dataclasses
@@ -290,8 +292,7 @@ def fit(few: Few) -> Gaussian:
 
   mean = E_q[N_y - sum_k p_k N_k],    precision = I + E_q[sum_k p_k N_k N_k^T - (N p) (N p)^T]
 
-  Beyond m dimensions z stays N(0, I): they are spanned by what the m classes of the highest
-  priorities have beside the noise of the label.
+  The m dimensions are spanned by the differences of the first m classes' noise and the label's.
   """
   # What all classes share is seen by no softmax, and would cancel in float32.
   shared = jnp.einsum('bc,btc->bt', jax.nn.softmax(few.location), few.factors)
