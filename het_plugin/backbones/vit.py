@@ -322,7 +322,7 @@ class ViT(nn.Module):
     x = x.astype(jnp.float32) if self.norm_pooled else normalise(x)
     intermediates['encoder_norm'] = x
     if self.pooling == 'token':
-      phi = x[:, : self.num_pooled].reshape(len(x), -1)  # [B, num_pooled D]
+      phi = x[:, : self.num_pooled].reshape(x.shape[0], -1)  # [B, num_pooled D]
     elif self.pooling == 'gap':
       phi = x[:, num_prefix:].mean(axis=1)
     elif self.pooling == 'all':
