@@ -24,7 +24,7 @@ def relabel(
   """Replaces labels int32 [N, L], or with fields [N], in place by those of a CSV file.
 
   Its columns are `file`, such as train-0.tar[7] for the eighth example of that file, and `label`, a
-  name of a class or its number. An example has this label alone then.
+  name of a class, or its number if classes have no names. An example has this label alone then.
 
   Args:
     paths, starts: the files, and their first rows and N, int64 [number of files + 1].

@@ -18,6 +18,7 @@ from het_plugin.data import shard_index, shards
 _END_BYTES = 2**20  # that are looked at behind the last member; a tar ends with zeros
 _TYPE = slice(156, 157)  # of a header
 _PREFIX = slice(345, 346)  # the first byte of folders before a long name
+_OCTAL = re.compile(rb'[0-7]+')
 _NAME_OR_SIZE = re.compile(rb'path|size|GNU|charset')  # what may change these in extended fields
 
 
@@ -136,7 +137,7 @@ def _size(header: bytes) -> int | None:
   """The size in a header; None if it is not written in octal digits, or the checksum is wrong."""
   size = header[124:135]
   checksum = header[148:154]
-  if not (header.startswith(b'ustar', 257) and size.isdigit() and checksum.isdigit()):
+  if not (header.startswith(b'ustar', 257) and _OCTAL.fullmatch(size + checksum)):
     return None
   # Adler counts 1 + the sum of the bytes, modulo 65,521; the checksum has itself as 8 spaces.
   total = zlib.adler32(header[:148] + b' ' * 8 + header[156:]) & 0xFFFF

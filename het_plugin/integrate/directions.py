@@ -3,9 +3,9 @@
 Low-discrepancy points fill their leading coordinates best. With G [T, K] the factors in logit space
 and p the softmax of the location, the covariance of the logits as the softmax sees them is
 A = G~ diag(p) G~^T [T, T], where G~_tk = G_tk - sum_i p_i G_ti. The subtraction is there because a
-softmax does not change if all logits move together. For an orthogonal U whose first columns span
-the principal directions of A, z U^T is standard normal, so the estimate stays unbiased for any U
-that does not depend on z. The gradient of U is stopped. Two rounds of subspace iteration find the
+softmax does not change if all logits move together. For an orthogonal M whose first rows span
+the principal directions of A, z M is standard normal, so the estimate stays unbiased for any M that
+does not depend on z. The gradient of M is stopped. Two rounds of subspace iteration find the
 directions, over the few classes that stand for all (`proposal`).
 """
 
@@ -89,7 +89,7 @@ def principal_directions(location: jax.Array, factors: jax.Array) -> jax.Array:
 
 
 def rotation_to(rows: jax.Array) -> Rotation:
-  """The rotation of `Draws` whose leading columns span rows [B, m, T] (Householder reflections).
+  """The rotation of `Draws` whose leading rows span rows [B, m, T] (Householder reflections).
 
   Where a row is nearly in the span of those before it, the rest of it is rounding. A coordinate of
   `SMALL` of its length then sets the column, so that an estimate does not depend on rounding: with
@@ -110,7 +110,7 @@ def rotation_to(rows: jax.Array) -> Rotation:
     v = v / jnp.where(length > 0, length, 1.0)
     along = jnp.einsum('bmt,bt->bm', rows, v, precision=HIGHEST)
     rows = rows - 2.0 * along[:, :, None] * v[:, None]
-    # U (I - 2 v v^T) = U - p v^T with p = 2 U v
+    # With U = M^T: U (I - 2 v v^T) = U - p v^T with p = 2 U v
     along = jnp.einsum('btm,bt->bm', left, v, precision=HIGHEST)
     p = v - jnp.einsum('bm,bmt->bt', along, right, precision=HIGHEST)
     is_column = jnp.arange(count) == j  # in place of a scatter, for which ONNX has no word

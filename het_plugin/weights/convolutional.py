@@ -129,8 +129,7 @@ def _read_resnet(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) ->
     scale = parts['weight'] / np.sqrt(parts['running_var'] + _BATCH_NORM_EPSILON)
     flat[f'{ours}/kernel'] = parts['kernel'].transpose(2, 3, 1, 0) * scale
     flat[f'{ours}/bias'] = parts['bias'] - parts['running_mean'] * scale
-  mean = np.asarray(config.get('image_mean') or config.get('mean') or renaming.IMAGENET[0])
-  std = np.asarray(config.get('image_std') or config.get('std') or renaming.IMAGENET[1])
+  mean, std = renaming.mean_and_std(config, renaming.IMAGENET)
   flat['conv_root/kernel'] *= 0.5 / std[:, None]
   is_basic = 'stage1_unit01/conv3/kernel' not in flat
   settings = {
@@ -167,9 +166,9 @@ def _read_bit(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> To
     else:
       flat[f'{ours}/{"scale" if part == "weight" else part}'] = x
   _check_resnet(unknown, config)
-  for name in ('image_mean', 'image_std'):
-    value = config.get(name) or config.get(name.removeprefix('image_')) or renaming.HALF[0]
-    if tuple(value) != renaming.HALF[0]:
+  stated = renaming.mean_and_std(config, renaming.HALF)
+  for name, value in zip(('image_mean', 'image_std'), stated, strict=True):
+    if (value != 0.5).any():
       raise ValueError(f'{name}={value} must be 0.5: the kernels of the file are standardised')
   settings = {**_resnet_stages(flat), 'version': 'v2', 'kernel_epsilon': 1e-8}
   return Tower(

@@ -65,9 +65,9 @@ def read_config(path: epath.PathLike) -> dict[str, Any]:
   file = epath.Path(hub.local(path))
   folder = file.parent
   names = (pixels.OPEN_CLIP, pixels.CONFIG, pixels.PREPROCESSOR, pixels.PROCESSOR)
-  described = {name: found for name in names if (found := _json(folder / name)) is not None}
+  beside = {name: found for name in names if (found := _json(folder / name)) is not None}
   read: dict[str, Any] = {}
-  for name, settings in described.items():
+  for name, settings in beside.items():
     if name == pixels.OPEN_CLIP:
       settings = _of_open_clip(settings)
     elif name == pixels.PROCESSOR:
@@ -85,7 +85,7 @@ def read_config(path: epath.PathLike) -> dict[str, Any]:
       f'{path} is an adapter (LoRA): merge it into its base model, and save that as a whole'
     )
   read = {**read, **read.pop('vision_config', {}), **read.pop('pretrained_cfg', {})}
-  made = pixels.read(described, file.name.startswith('open_clip'))
+  made = pixels.read(beside, file.name.startswith('open_clip'))
   if made is None:
     return read
   return {**read, 'pixels': made, **{name: made[name] for name in ('image_mean', 'image_std')}}

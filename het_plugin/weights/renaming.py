@@ -155,6 +155,15 @@ def converted(ours: str, kind: str, x: np.ndarray, transpose: bool) -> dict[str,
   return {f'{root}{part}/{kind}': piece for part, piece in zip(parts, pieces, strict=True)}
 
 
+def mean_and_std(
+  config: Mapping[str, Any], defaults: tuple[Sequence[float], Sequence[float]]
+) -> tuple[np.ndarray, np.ndarray]:
+  """The mean and deviation [C] by which the file's project normalises pixels in [0, 1]."""
+  mean = np.asarray(config.get('image_mean') or config.get('mean') or defaults[0])
+  std = np.asarray(config.get('image_std') or config.get('std') or defaults[1])
+  return mean, std
+
+
 def normalise_pixels(
   flat: dict[str, np.ndarray],
   layer: str,
@@ -162,8 +171,7 @@ def normalise_pixels(
   defaults: tuple[Sequence[float], Sequence[float]],
 ) -> None:
   """Puts the file's normalisation of x' = (x + 1) / 2 into a layer of patches; x is in [-1, 1]."""
-  mean = np.asarray(config.get('image_mean') or config.get('mean') or defaults[0])
-  std = np.asarray(config.get('image_std') or config.get('std') or defaults[1])
+  mean, std = mean_and_std(config, defaults)
   kernel = flat[f'{layer}/kernel']  # [P, P, C, D]
   if not kernel.shape[2] == len(mean) == len(std):
     raise ValueError(
@@ -176,6 +184,7 @@ def normalise_pixels(
 
 
 def image_size(config: Mapping[str, Any], of_positions: int | None = None) -> int:
+  """The side of the images in pixels: of the preprocessing, the positions, config.json, or 224."""
   made = (config.get('pixels') or {}).get('size')
   stated = (config.get('image_size'), (config.get('input_size') or [None])[-1])
   sizes = (made, of_positions, *stated, 224)

@@ -49,8 +49,6 @@ _RADIO = {
   'cls_register_token': 'tokens',
   'pos_embed': 'pos_embed',
 }
-
-
 # Ours, and theirs without the prefix and '.weight' or '.bias', outside and inside blocks.
 _OUTER = renaming.table("""
 class_token            cls_token embeddings.cls_token class_embedding embeddings.class_embedding
@@ -81,8 +79,6 @@ pooling/mlp/wi         head.mlp.fc1 attn_pool.mlp.fc1
 pooling/mlp/wo         head.mlp.fc2 attn_pool.mlp.fc2
 head                   head classifier cls_classifier
 """)
-
-
 _INNER = renaming.table("""
 attention_norm        norm1 layernorm_before layer_norm1 ln_1 rms_norm1 norm_1
 attention/qkv         attn.qkv attn.in_proj_weight attn.in_proj_bias
@@ -236,7 +232,8 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   config = described(config)
   if (read := convolutional.reader_of(arrays)) is not None:
     return read(arrays, config)
-  _check_files(arrays)
+  if any('.lora_' in name for name in arrays):
+    raise ValueError('the file is an adapter (LoRA): merge it into its base model')
   num_pooled = 1
   if is_radio := _is_radio(arrays):
     arrays, config, num_pooled = _of_radio(arrays, config)
@@ -410,11 +407,6 @@ def _of_radio(
   side = math.isqrt(kernel.shape[1] // len(mean))
   named['patch_embed.proj.weight'] = kernel.reshape(-1, len(mean), side, side)
   return named, {**config, 'image_mean': mean, 'image_std': std}, len(first)
-
-
-def _check_files(arrays: Mapping[str, np.ndarray]) -> None:
-  if any('.lora_' in name for name in arrays):
-    raise ValueError('the file is an adapter (LoRA): merge it into its base model')
 
 
 def _pooling(

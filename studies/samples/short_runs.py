@@ -60,7 +60,7 @@ def images(split, count):
 
 
 def train(name, integrator, steps, seed, data, args):
-  """The parameters and the mean loss of the last tenth."""
+  """The network, its parameters and the mean loss of the last tenth."""
   x, y = data
   network = Network(HEADS[name](num_classes=316, temperature=LearnedTemperature()))
   params = network.init(jax.random.key(seed), x[:1])
@@ -82,8 +82,8 @@ def train(name, integrator, steps, seed, data, args):
   carry = params, state, jnp.int32(0)
   rng = np.random.default_rng(seed)
   losses = []
-  for _ in range(0, steps, CHUNK):
-    rows = rng.integers(len(x), size=(min(CHUNK, steps), args.batch))
+  for start in range(0, steps, CHUNK):
+    rows = rng.integers(len(x), size=(min(CHUNK, steps - start), args.batch))
     carry, values = run(carry, (x[rows], y[rows]))
     losses.extend(np.asarray(values))
   return network, carry[0], float(np.mean(losses[-max(1, steps // 10) :]))

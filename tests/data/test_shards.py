@@ -421,6 +421,7 @@ def _no_labels(tmp_path):
     (_altered(lambda x: x[: 6 * 512]), '', 'ends after b.png, without the end of a tar'),
     (_altered(lambda x: x + x), '', 'what follows b.cls cannot be read; make the file again'),
     (_altered(lambda x: x[:2048] + b'x' * 512 + x[2560:]), '', 'what follows a.cls cannot be read'),
+    (_altered(lambda x: x[:2196] + b'8' + x[2197:]), '', 'what follows a.cls cannot be read'),
     (_altered(gzip.compress), '', 'is not a whole tar file without compression'),
     (_altered(lambda x: b''), '', 'is not a whole tar file without compression: empty file'),
     (_label(b'-2'), '', 'there is the label -2; class numbers are 0'),

@@ -624,6 +624,18 @@ def test_families_that_differ_from_dinov2_by_their_names(ours):
   assert not tower.settings['last_norm'] and tower.settings['pooling'] == 'token'
 
 
+def test_an_adapter_and_a_bit_of_another_normalisation_are_refused(ours):
+  arrays = timm_arrays(ours[1]) | {'blocks.0.attn.qkv.lora_A.weight': np.ones((2, 16))}
+  with pytest.raises(ValueError, match='the file is an adapter .* merge it into its base model'):
+    weights.read_tower(arrays, {})
+  bit = {'norm.weight': np.ones(4)}
+  kernels = 'stem.conv.weight', 'stages.0.blocks.0.conv1.weight'
+  bit |= dict.fromkeys(kernels, np.ones((4, 3, 1, 1)))
+  for name in ('mean', 'image_mean', 'std'):
+    with pytest.raises(ValueError, match=rf'{name[-4:]}=.*0\.4.* must be 0\.5'):
+      weights.read_tower(bit, {name: [0.5, 0.4, 0.5]})
+
+
 def test_layers_without_a_place_are_named(ours):
   arrays = timm_arrays(ours[1]) | {'fc_norm.weight': np.ones(16)}
   with pytest.raises(ValueError, match='fc_norm.weight is the second layer .* encoder_norm/scale'):
