@@ -11,6 +11,7 @@ from het_plugin.cli.settings import Gin
 from het_plugin.commands import represent
 from het_plugin.rows import Rows, label_rows
 from het_plugin.rows import read as read_rows
+from het_plugin.system import run_files
 
 FileOrArrays = str | tuple[np.ndarray, np.ndarray] | Rows
 _SHARD = re.compile(r'-\d+-of-(\d+)')
@@ -51,9 +52,12 @@ class RowsSettings(Gin):
 
   @property
   def unfinished(self) -> Path | None:
-    """Where fits are kept until the results are written (`resuming.kept`): beside these."""
-    written = [x for name in ('json', 'html') if (x := getattr(self, name, None))]
-    return Path(f'{written[0]}.unfinished') if written else None
+    """Where fits are kept until the results are written (`resuming.kept`): beside the first one."""
+    for name in ('json', 'html'):
+      path = getattr(self, name, None)
+      if path and not run_files.is_remote(path) and not run_files.is_written_to(path):
+        return Path(f'{path}.unfinished')
+    return None
 
   def represented(self, program: str, splits: Sequence[str]) -> list[str]:
     """The files of splits of the checkpoint, written if they are not there."""

@@ -361,7 +361,7 @@ def report(
       'csv': functools.partial(reporting.write_table, list(listed[0]), listed),
       'suggest': functools.partial(write_suggested, listed),
     },
-    written=functools.partial(estimators.resuming.forget, unfinished),
+    written=functools.partial(estimators.resuming.forget, None if probs_from else unfinished),
     json={
       'head': head,
       'rounds': chosen,

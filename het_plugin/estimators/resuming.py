@@ -31,14 +31,12 @@ from het_plugin.estimators.model import Model
 from het_plugin.rows import Rows, files
 from het_plugin.system import exit_codes, run_files, stopping
 
-_SECONDS = (
-  30.0  # of work that is lost if the process is killed; an exception or a signal loses none
-)
+_SECONDS = 30.0  # work that is lost if the process is killed; an exception or a signal loses none
 _ABOUT = 'about'  # the name of the file, and of an array that is no parameter
 
 
 class _Search(NamedTuple):
-  """What a search found, whether it has ended, its warnings, and of which model it is."""
+  """What a search found, whether it has ended, its `ConvergenceWarning`s, and of which model."""
 
   found: lbfgs.FitResult
   has_ended: bool
@@ -83,7 +81,7 @@ def are_kept() -> bool:
 
 def forget(folder: Path | None) -> None:
   """Removes the folder of `kept`, if there is one."""
-  if folder is not None:
+  if folder is not None and (folder / f'{_ABOUT}.json').exists():
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -95,6 +93,7 @@ def _described(rows: Rows) -> dict[str, Any]:
     'features': [list(x) for x in on_disk] or files.crc(np.asarray(rows.features)),
     'labels': files.crc(rows.labels),
     'label_weight': None if rows.label_weight is None else files.crc(rows.label_weight),
+    'annotator': None if rows.annotator is None else files.crc(rows.annotator),
   }
 
 
@@ -124,8 +123,7 @@ class _Searches:
     there = run_files.read_json(folder / f'{_ABOUT}.json')
     if there is None and folder.exists():
       raise ValueError(f'{folder} is there, and no fit has written it: name another place')
-    self._is_ours = there == about
-    if self._is_ours:
+    if there == about:
       numbers = run_files.numbered(folder, '', '.npz')
       print(f'Goes on from {folder}, which has {len(numbers)} searches.', flush=True)
     elif there:
@@ -164,7 +162,7 @@ class _Searches:
       warnings.warn_explicit(x.message, x.category, x.filename, x.lineno)
     is_stopped = stopping.requested()
     if found.num_iterations or not is_stopped:
-      warned = [str(x.message) for x in caught]
+      warned = [str(x.message) for x in caught if issubclass(x.category, ConvergenceWarning)]
       self._waiting[number] = _Search(since_begun(found), not is_stopped, warned, str(model))
     if is_stopped:
       self.write()
@@ -174,14 +172,17 @@ class _Searches:
       self.write()
     return since_begun(found)
 
+  def _is_ours(self) -> bool:
+    """Whether the folder is of these searches: another program may have replaced or removed it."""
+    return run_files.read_json(self._folder / f'{_ABOUT}.json') == self._about
+
   def write(self) -> None:
     """Writes what is waiting."""
-    if self._waiting and not self._is_ours:
+    if self._waiting and not self._is_ours():
       if self._folder.exists():
         shutil.rmtree(self._folder)
       self._folder.mkdir(parents=True)
       run_files.write_json(self._folder / f'{_ABOUT}.json', dict(self._about))
-      self._is_ours = True
     for number, search in self._waiting.items():
       about = dataclasses.asdict(dataclasses.replace(search.found, params={}))
       about = json.dumps({**search._asdict(), 'found': about})
@@ -195,7 +196,7 @@ class _Searches:
   def _read(self, number: int, model: str) -> _Search | None:
     """What there is of a search; None for nothing, and for that of another model."""
     path = self._folder / f'{number:06}.npz'
-    if not self._is_ours or not path.exists():
+    if not path.exists() or not self._is_ours():
       return None
     with files.reading(str(path)), np.load(path, allow_pickle=False) as arrays:
       about = json.loads(str(arrays[_ABOUT]))

@@ -58,6 +58,7 @@ class PerExample:
         return compute(params, batch), kept
 
     self._partitioner = partitioner
+    self._is_shared = is_shared
     inputs = specs, partitioner.data_partition_spec
     # What is replicated each host reads of whole batches, whichever rows it fed.
     computed = partitioner.data_partition_spec if is_shared else None
@@ -99,10 +100,14 @@ class PerExample:
       rows = np.flatnonzero(kept.pop('mask') > 0)
       rows = rows[: int(min(left, len(rows)))]
       left -= len(rows)
-      found = {name: _own(x, rows) for name, x in computed.items()}
-      own = next(iter(found.values()))[0]
-      columns = {name: x for name, (_, x) in found.items()}
-      return {**columns, **{name: x[own] for name, x in kept.items()}}, len(rows)
+      num_rows = len(rows)
+      if self._is_shared:
+        found = {name: _own(x, rows) for name, x in computed.items()}
+        rows = next(iter(found.values()))[0]
+        columns = {name: x for name, (_, x) in found.items()}
+      else:
+        columns = {name: x[rows] for name, x in jax.device_get(computed).items()}
+      return {**columns, **{name: x[rows] for name, x in kept.items()}}, num_rows
 
     for batch in batches:
       in_flight.append(self.compiled(params, self._partitioner.shard_batch(batch, batch_size)))
@@ -116,8 +121,7 @@ class PerExample:
 
 def _own(x: jax.Array, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """The numbers of the rows of x [B, ...], ascending, that are of this host, and these rows."""
-  if x.is_fully_addressable or x.is_fully_replicated:
-    return rows, jax.device_get(x)[rows]
+  # Devices along the model axis have the same rows, also those of other hosts.
   shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
   shards = sorted(shards, key=lambda shard: shard.index[0].start or 0)
   starts = [shard.index[0].start or 0 for shard in shards]

@@ -89,16 +89,21 @@ def open_lock(path: epath.PathLike) -> IO[str]:
   return open(path, 'r+', opener=lambda name, _: os.open(name, flags, 0o666))
 
 
+def is_written_to(path: epath.PathLike) -> bool:
+  """Whether what is there is a link or a device, such as /dev/stdout, which no file replaces."""
+  return os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path))
+
+
 @contextlib.contextmanager
 def replacing(path: epath.PathLike) -> Generator[epath.Path]:
   """Yields a temporary path to write to, and renames the file when it is complete.
 
-  After an error, such as a full disk, the old file is still there. An OSError names the file. A
-  link or a device, such as /dev/stdout, is not replaced but written to.
+  After an error, such as a full disk, the old file is still there. An OSError names the file. What
+  `is_written_to` is not replaced.
   """
   path = epath.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
-  if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
+  if is_written_to(path):
     yield path
     return
   unfinished = path.with_name(f'.unfinished.{path.name}')

@@ -1,5 +1,6 @@
 """`probe`: a table of heads on files of representations, against numbers computed here."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -14,7 +15,7 @@ from sklearn.linear_model import LogisticRegression
 
 from het_plugin import reporting
 from het_plugin.commands import probe
-from het_plugin.estimators import DetClassifier, lbfgs
+from het_plugin.estimators import DetClassifier, lbfgs, resuming
 from het_plugin.estimators import probe as grid
 from het_plugin.estimators.probe import choose
 from het_plugin.estimators.settings import GridSettings
@@ -187,6 +188,36 @@ def test_a_stopped_probe_goes_on(few, tmp_path, monkeypatch, capsys, solver, eve
   folder.mkdir()
   with pytest.raises(ValueError, match='no fit has written it'):
     stopped_after(3)
+  found.written()
+  assert folder.exists()
+
+
+def test_searches_of_another_program_are_not_taken(few, tmp_path, monkeypatch):
+  folder = tmp_path / 'probe.json.unfinished'
+  rows = probe.read(few[0], '')[0]
+  votes = dataclasses.replace(rows, annotator=np.zeros_like(rows.labels))
+  monkeypatch.setattr(resuming, '_SECONDS', -1.0)
+
+  def searched(value):
+    result = lbfgs.FitResult({'a': np.float32([value])}, value, 0.0, 1, 0.0)
+    monkeypatch.setattr(lbfgs, 'minimise', lambda *_, **__: result)
+    return resuming.minimise(None, {}, None, max_iter=3, stops=lambda: False).objective
+
+  with resuming.kept(folder, settings(), rows):
+    assert searched(1.0) == 1.0
+    with resuming.kept(folder, settings(), votes):
+      assert searched(2.0) == 2.0
+    assert searched(3.0) == 3.0
+  assert sorted(path.name for path in folder.iterdir()) == ['000001.npz', 'about.json']
+  with resuming.kept(folder, settings(), rows):
+    assert searched(4.0) == 4.0  # the other program has replaced it
+    assert searched(5.0) == 3.0
+
+
+@pytest.mark.parametrize('path', ['gs://bucket/a.json', '/dev/stdout', '/dev/null'])
+def test_nothing_is_kept_beside_what_is_no_file(path):
+  assert probe.Settings(json=path).unfinished is None
+  assert probe.Settings(json=path, html='a.html').unfinished == Path('a.html.unfinished')
 
 
 def test_marked_classes_are_no_class_numbers(few):
