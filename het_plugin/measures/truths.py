@@ -33,6 +33,7 @@ _TOLERANCE = 1e-6  # nats per example
 _NO_VOTE = 0  # the number of the pair of a missing vote
 _PRIOR_ERRORS = 1.0  # by which r_a is near 1
 _MOST_ERRORS = 0.99
+_LEAST_VOTES = 1e-6  # expected ones; fewer, with a prior near 0, would count as much as a vote
 _PRIOR_VOTES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 _TINY = np.finfo(np.float64).tiny
 
@@ -402,7 +403,7 @@ class Confusions:
     """The log-likelihood of expected votes, in nats, with rates from the Dirichlet prior."""
     groups = self.groups
     prior = prior_votes * groups.expected(self.joint, self.rates.shared)[0]
-    is_given = (self.joint > 0) & (prior > 0)
+    is_given = (self.joint > _LEAST_VOTES) & (prior > 0)
     of_vote = special.gammaln((self.joint + prior)[is_given]) - special.gammaln(prior[is_given])
     given = np.bincount(groups.of_annotator, self.joint)
     of_group = special.gammaln(prior_votes) - special.gammaln(given + prior_votes)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from scipy import optimize, stats
+from scipy import optimize, special, stats
 
 from het_plugin.measures import truths
 from het_plugin.measures.audit import audit, of_votes
@@ -170,6 +170,23 @@ def test_annotators_and_their_votes_are_told_apart(has_patterns):
   alone = audit(p, label, True, label[:, None], np.zeros((num_rows, 1), int))
   np.testing.assert_allclose(alone.wrong, audit(p, label).wrong)
   assert alone.annotators is None
+
+
+def test_rates_that_vanish_say_nothing_of_annotators():
+  """Annotators differ by a factor of their errors alone, which many votes of the prior say."""
+  rng = np.random.default_rng(0)
+  p = special.softmax(4 * rng.normal(size=(1000, 10)), axis=1)
+  truth = drawn(rng, p)
+  annotator = np.tile([0, 1], (1000, 1))
+  wrong = (truth[:, None] + rng.integers(1, 3, annotator.shape)) % 10
+  votes = np.where(rng.random(annotator.shape) < [0.05, 0.5], wrong, truth[:, None])
+  rows = truths.Votes(votes[:, 0], 10, votes, annotator)
+  rows.put(slice(None), p)
+  fitted = rows.close().fit()
+  assert fitted.joint[fitted.joint > 0].min() < 1e-300
+  assert fitted.prior_votes == 1000
+  right = (votes == truth[:, None]).mean(axis=0)
+  np.testing.assert_allclose(fitted.annotators()[1], right, atol=0.02)
 
 
 def test_extremes():
