@@ -34,7 +34,7 @@ from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import OneOf, ResultFiles
 from het_plugin.commands._rows import FileOrArrays, RowsSettings, read
 from het_plugin.estimators.settings import GridSettings
-from het_plugin.rows import files
+from het_plugin.rows import files, shards
 from het_plugin.system.flag_values import HEADS
 from het_plugin.system.ranges import Count
 
@@ -128,8 +128,11 @@ def run(settings: Settings) -> reporting.Report:
 
 def _check_suggested(path: str, source: str) -> None:
   """Raises ValueError if a file that is read would be replaced."""
-  read = files.partition_source(source)[0].split(',')
-  if path and Path(path).resolve() in (Path(x).resolve() for x in read):
+  if not path:
+    return
+  named = files.partition_source(source)[0].split(',')
+  read = [file for x in named for file in (shards.names(x) if '*' in x else [x])]
+  if Path(path).resolve() in (Path(x).resolve() for x in read):
     raise ValueError(f'--suggest={path} is read by the audit: name another file')
 
 

@@ -7,6 +7,7 @@ import html
 import io
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -250,6 +251,7 @@ def test_what_is_wrong_is_one_sentence(noisy, run_main, tmp_path):
   several = tmp_path / 'several.npz'
   both = np.stack([label, (label + 1) % 3], axis=1).astype(np.int32)
   rows_lib.write(several, dataclasses.replace(rows_lib.read(str(path)), labels=both))
+  shard = shutil.copy(path, tmp_path / 'part-00000-of-00001.npz')
   of_test = tmp_path / 'of_test.npz'
   about = {'dataset': 'digits', 'split': 'test'}
   rows_lib.write(of_test, dataclasses.replace(rows_lib.read(str(path)), provenance=about))
@@ -261,6 +263,10 @@ def test_what_is_wrong_is_one_sentence(noisy, run_main, tmp_path):
     ([f'--train={path}', '--split=test'], 'a split of a file is --train=F.npz:SPLIT'),
     ([f'--train={path}', f'--suggest={path}'], 'is read by the audit: name another file'),
     ([f'--train={path}:train', f'--suggest={path}'], 'is read by the audit: name another file'),
+    (
+      [f'--train={tmp_path}/part-*-of-00001.npz', f'--suggest={shard}'],
+      'is read by the audit: name another file',
+    ),
     ([f'--train={path}', '--suggest=new.npy'], '--suggest=new.npy must end in .npz'),
     ([f'--train={path}', '--suggest=labels.csv'], 'needs --dataset=image_folder:PATH'),
     (
