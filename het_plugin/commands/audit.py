@@ -338,7 +338,7 @@ def report(
   if note := rows.consensus_note():
     notes.append(note)
   if failures:
-    notes.append(f'{estimators.audit.unfinished(failures, "--max_iter", settings)}.')
+    notes.append(f'{estimators.audit.not_converged(failures, "--max_iter", settings)}.')
   if head == 'det' and rounds == 1:
     notes.append(
       'det has no noise. After one round its p is that of the label: it finds too few wrong ones.'

@@ -25,7 +25,7 @@ from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.settings import GridSettings
 from het_plugin.measures import audit as measure
 from het_plugin.measures import truths
-from het_plugin.system import run_files
+from het_plugin.system import run_files, temporary
 
 SETTINGS = GridSettings(('det',))  # those of the command
 _GAIN = 0.002  # nats per label; less in `_PATIENCE` rounds ends the audit
@@ -77,11 +77,12 @@ def audit(
   x = features if hasattr(features, 'shape') else np.asarray(features)  # keeps a memory map
   found, failures, _ = in_rounds(x, np.asarray(label), settings, rounds, pred_probs)
   if failures:
-    warnings.warn(unfinished(failures, 'max_iter', settings), ConvergenceWarning, stacklevel=2)
+    warnings.warn(not_converged(failures, 'max_iter', settings), ConvergenceWarning, stacklevel=2)
   return found
 
 
-def unfinished(failures, setting, settings) -> str:
+def not_converged(failures: int, setting: str, settings: GridSettings) -> str:
+  """A sentence without its full stop on fits that have not converged, and what to raise."""
   return f'Fits that have not converged: {failures}; raise {setting} (now {settings.max_iter})'
 
 
@@ -162,7 +163,7 @@ def _sharpened(fitted: truths.Confusions) -> np.ndarray:
   """The sharpened posteriors of `_FITTED` classes of each row, as `Targets.values`, in a file."""
   votes = fitted.votes
   count = min(_FITTED, votes.width)
-  values = truths.spilled((len(votes), 2, count), np.float32)
+  values = temporary.array((len(votes), 2, count), np.float32)
   for part in votes.posteriors(fitted.rates):
     of_class = votes.truths(part.rows)
     sharp = np.where(of_class < votes.num_classes, part.q, 0.0) ** _SHARPNESS

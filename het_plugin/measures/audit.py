@@ -63,7 +63,7 @@ class Audit:
       has p above one half; else 'fine'.
     truth, label, rate: [V], T_ky of each pair of a truth k and a label y that may be one; others
       are 0.
-    classes: float64 [K], the share of examples whose truth is k.
+    classes: float64 [K], the share of examples whose truth is k and one of those that are kept.
     ids: int or text [K], the classes, in the order of the columns.
     share: the share of wrong labels.
     share_error: its standard error over examples, which T is estimated from as well (the delta

@@ -18,12 +18,13 @@ are known. The others of a row count as one class. So 8 K bytes for a row become
 """
 
 import dataclasses
-import tempfile
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy import sparse, special
+
+from het_plugin.system import temporary
 
 FULL = 128
 TOP = 24
@@ -100,11 +101,11 @@ class Votes:
     self.width = num_classes if self._is_full else width
     self._labels = self._place = np.zeros(0, int)
     self._likely = None if before is None or self._is_full else before.likely()
-    self._p = spilled((len(label), self.width), np.float32)
+    self._p = temporary.array((len(label), self.width), np.float32)
     # All pairs of a truth and a label that occurs are then in order, and need no numbers.
     self._is_table = self._is_full and self.num_annotators == num_votes == 1
     shape = len(label), num_votes, self.width
-    self._pair = spilled((1, 1, 1) if self._is_table else shape, np.int32)
+    self._pair = temporary.array((1, 1, 1) if self._is_table else shape, np.int32)
 
   def __len__(self) -> int:
     return len(self.label)
@@ -426,9 +427,3 @@ class Confusions:
     count = np.bincount(votes.annotator[votes.votes >= 0], minlength=votes.num_annotators)
     total = np.bincount(groups.annotator, given * share, votes.num_annotators)
     return count, total / np.maximum(count, 1)
-
-
-def spilled(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-  """An array in a file without a name."""
-  with tempfile.TemporaryFile() as file:
-    return np.memmap(file, dtype, 'w+', shape=shape)

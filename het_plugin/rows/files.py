@@ -23,7 +23,6 @@ import contextlib
 import difflib
 import json
 import re
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ from het_plugin.measures import votes
 from het_plugin.rows import labels as labels_lib
 from het_plugin.rows import shards
 from het_plugin.rows.rows import Rows
-from het_plugin.system import run_files
+from het_plugin.system import run_files, temporary
 from het_plugin.weights.files import SAFETENSORS_DTYPES, as_stored, save_safetensors
 
 FEATURE_NAMES = ('features', 'representations', 'embeddings', 'pre_logits', 'x', 'X')
@@ -277,9 +276,7 @@ def _read_parquet(path: str) -> dict[str, np.ndarray]:
           parts.append(part)
           continue
         if whole is None:
-          with tempfile.TemporaryFile() as spilled:
-            shape = file.metadata.num_rows, part.shape[1]
-            whole = np.memmap(spilled, part.dtype, 'w+', shape=shape)
+          whole = temporary.array((file.metadata.num_rows, part.shape[1]), part.dtype)
         if part.shape[1] != whole.shape[1]:
           raise ValueError(
             f'{name} has {part.shape[1]} values in row {start - len(part)} and {whole.shape[1]} in '

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -29,6 +28,7 @@ from het_plugin.data import tasks
 from het_plugin.rows import Rows, files
 from het_plugin.runs.opening import GinSettings, configuration
 from het_plugin.runs.run import default_split
+from het_plugin.system import temporary
 from het_plugin.training import checkpoint_reader
 
 NO_GIN: GinSettings = ((), (), ('.',))
@@ -112,17 +112,13 @@ def _computed(
   task = str(run.task)  # a run has one, unlike a published file
   split = split or default_split(task)
   found = run.rows(split, columns, batch_size=_BATCH_SIZE)
-  on_disk = {name: _on_disk(x) for name, x in found.columns.items()}
+  on_disk = {name: temporary.array(x.shape, x.dtype) for name, x in found.columns.items()}
+  for name, x in found.columns.items():
+    on_disk[name][:] = x
+    on_disk[name].flags.writeable = False  # others get the same rows
   found = dataclasses.replace(found, columns=on_disk)
   about = {'checkpoint': run.checkpoint, 'layer': 'pre_logits', 'source': f'{path}:{split}'}
   return _described(found, task, split, about)
-
-
-def _on_disk(x: np.ndarray) -> np.ndarray:
-  """x in a file without a name, which the system may take out of memory."""
-  with tempfile.TemporaryFile() as file:
-    x.tofile(file)
-    return np.memmap(file, x.dtype, 'r', shape=x.shape)
 
 
 @dataclasses.dataclass(frozen=True)
