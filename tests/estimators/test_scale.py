@@ -137,6 +137,19 @@ def test_a_file_that_changes_ends_the_fit_and_a_signal_keeps_the_best(
   assert 0 < det.objective_ - best < 0.2 and det.gap_ > 0
 
 
+def test_noise_starts_at_a_fit_that_was_stopped(data, tmp_path, small_parts, monkeypatch):
+  x, y = data
+  rows = mapped(x, tmp_path)
+  det = DetClassifier(solver='streamed')
+  passes = iter(range(1000))
+  monkeypatch.setattr(stopping, 'requested', lambda: next(passes) > 3)
+  with pytest.warns(ConvergenceWarning, match='stopped when it was fitted to a part'):
+    det.fit(rows, y)
+  with pytest.warns(ConvergenceWarning):  # which keeps what DET has
+    noisy = HetXLClassifier(solver='streamed', **NOISY)._fit(rows, y, start=det)
+  assert noisy.nll(x, y).mean() <= det.nll(x, y).mean() + 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('solver', ['lbfgs', 'streamed'])
 def test_a_mesh_gives_the_same_fit(data, solver):
