@@ -120,7 +120,7 @@ def test_noisy_labels(run_script, monkeypatch):
   for row in rows:
     assert (row['kind'], row['share'], row['n'], row['k']) == ('next', 0.3, 300, 3)
     assert 0.9 < row['bayes'] < 1 and row['clean_accuracy_location'] <= row['best_accuracy'] + 1e-9
-    assert 0.65 < row['clean_accuracy_location'] < row['bayes'] + 0.02
+    assert 0.6 < row['clean_accuracy_location'] < row['bayes'] + 0.02
     assert row['average_precision'] > 0.3 and row['auroc'] > 0.6
     if row['head'] in ('det', 'smoothing', 'gce'):  # one distribution is both
       assert row['average_precision_predictive'] == pytest.approx(
