@@ -39,8 +39,7 @@ class Annotators(NamedTuple):
     ids: int, their numbers among the votes.
     num_votes: int.
     quality: float64, the share of their votes that is right (`Confusions.annotators`). It is too
-      high where people make the same mistakes, which the features do not tell: by 0.012 on 5,000
-      images of CIFAR-10N with 64 principal components of their pixels.
+      high where people make the same mistakes, which the features do not tell.
     stderr: float64, the standard error of that share over votes.
   """
 
