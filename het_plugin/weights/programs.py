@@ -35,7 +35,7 @@ ONNX = 'model.onnx'
 CLASS_NAMES = 'class_names.txt'
 # What each format needs, and what brings it.
 NEEDED = {
-  'stablehlo': (('flatbuffers',), 'flatbuffers'),
+  'stablehlo': (('flatbuffers',), "'het_plugin[train]'"),
   'saved_model': (('tensorflow',), "'het_plugin[saved_model]'"),
   'onnx': (('onnx', 'onnxruntime'), "'het_plugin[onnx]'"),
 }
