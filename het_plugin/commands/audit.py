@@ -33,7 +33,7 @@ from het_plugin import estimators, evaluation, measures, reporting, runs, weight
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import OneOf, ResultFiles
 from het_plugin.commands._rows import FileOrArrays, RowsSettings, read
-from het_plugin.estimators.settings import GridSettings
+from het_plugin.estimators.settings import ROUNDS, GridSettings
 from het_plugin.rows import files, shards
 from het_plugin.system.flag_values import HEADS
 from het_plugin.system.ranges import Count
@@ -76,7 +76,7 @@ class Settings(RowsSettings, ResultFiles):
   C: tuple[float, ...] = (1,)
   C_noise: tuple[float | Literal['auto'], ...] = (0.1,)
   num_factors: tuple[Count, ...] = (4,)
-  rounds: Count = 10
+  rounds: Count = ROUNDS
   folds: Annotated[int, '[2, inf)'] = 5
   max_iter: Count = 500
   seed: Annotated[int, '[0, inf)'] = 0
@@ -224,7 +224,7 @@ def report(
   source: FileOrArrays,
   settings: GridSettings,
   examples: evaluation.examples.Examples | None = None,
-  rounds: int = 10,
+  rounds: int = ROUNDS,
   probs_to: str | None = None,
   probs_from: str | None = None,
   unfinished: Path | None = None,

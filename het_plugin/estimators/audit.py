@@ -22,7 +22,7 @@ from sklearn.model_selection import StratifiedKFold
 from het_plugin import rows as rows_lib
 from het_plugin.estimators import inputs, probe, starts, targets
 from het_plugin.estimators.classifier import HeadClassifier
-from het_plugin.estimators.settings import GridSettings
+from het_plugin.estimators.settings import ROUNDS, GridSettings
 from het_plugin.measures import audit as measure
 from het_plugin.measures import truths
 from het_plugin.system import run_files, temporary
@@ -42,7 +42,7 @@ def audit(
   features: np.ndarray,
   label: np.ndarray,
   settings: GridSettings | None = None,
-  rounds: int = 10,
+  rounds: int = ROUNDS,
   pred_probs: str | None = None,
 ) -> measure.Audit:
   """Audits labels by fits to the other folds, so that no label scores itself.
@@ -50,7 +50,7 @@ def audit(
   From the second round on, it has a part in what is found for the rows of these folds.
 
       >>> import numpy as np
-      >>> from het_plugin.estimators.settings import GridSettings
+      >>> from het_plugin.estimators.settings import ROUNDS, GridSettings
       >>> rng = np.random.default_rng(0)
       >>> x = rng.normal(size=(600, 4))
       >>> truth = x[:, :3].argmax(axis=1)
@@ -98,8 +98,8 @@ def in_rounds(
 ) -> tuple[measure.Audit, int, int]:
   """The audit of the best round, how many of its fits have not converged, and its number.
 
-  `votes` int [N, L] of which `label` is the consensus, and those who gave them, `annotator` int
-  [N, L], -1 for none, give each annotator confusions.
+  With votes, each annotator has confusions of their own: `votes` int [N, L] has all votes of a row,
+  and `label` their consensus. `annotator` int [N, L] has who gave each vote. -1 is no vote.
   """
   if len(settings.heads) != 1:
     raise ValueError(f'--head={",".join(settings.heads)} must be one head')

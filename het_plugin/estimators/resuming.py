@@ -36,7 +36,14 @@ _ABOUT = 'about'  # the name of the file, and of an array that is no parameter
 
 
 class _Search(NamedTuple):
-  """What a search found, whether it has ended, its `ConvergenceWarning`s, and of which model."""
+  """The result of a search for the parameters of a model.
+
+  Attributes:
+    found: the best parameters so far.
+    has_ended: whether these are the last ones.
+    warned: texts of its `ConvergenceWarning`s.
+    model: the text of the model.
+  """
 
   found: lbfgs.FitResult
   has_ended: bool

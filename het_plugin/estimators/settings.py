@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from het_plugin.system.flag_values import HEADS, NO_FLAG
 from het_plugin.system.ranges import Count
 
+ROUNDS = 10  # of an audit
 _Settings = TypeVar('_Settings', 'FitSettings', 'GridSettings')
 
 # scikit-learn reads the parameters of an estimator from the signature of `__init__`. It compares

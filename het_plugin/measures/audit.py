@@ -146,8 +146,8 @@ def audit(
       0.2
 
   Args:
-    p: float [N, K], probabilities of the true classes, by a model that has not seen the label. It
-      may be a mapped file, of which blocks of rows are read.
+    p: float [N, K], probabilities of the true classes, by a model that has not seen the label. A
+      mapped file is read in blocks of rows.
     label: int [N], classes.
     error: as in `of_votes`.
     votes, annotator: int [N, L], classes and those who gave them, -1 for none, where `label` is a

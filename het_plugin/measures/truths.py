@@ -64,8 +64,8 @@ class Votes:
     annotator: int [N, L], numbers below A.
     num_annotators: A.
     width: W, the number of truths of a row.
-    annotator_of, truth_of, label_of: int [U], of the pairs of truth and vote, of which the first
-      stands for no vote.
+    annotator_of, truth_of, label_of: int [U], annotator, truth and vote of each pair. The first
+      pair stands for no vote.
   """
 
   def __init__(
