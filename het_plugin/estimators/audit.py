@@ -105,7 +105,7 @@ def in_rounds(
     raise ValueError(f'--head={",".join(settings.heads)} must be one head')
   if rounds < 1:
     raise ValueError(f'--rounds={rounds} must be at least 1')
-  encoded = targets.encode(inputs.labels_of_rows(features, label), 'classes')
+  encoded = targets.encode(inputs.labels_of_rows(len(features), label), 'classes')
   classes = encoded.classes
   y = encoded.values[:, 0].astype(np.int64)
   if len(classes) < 2:

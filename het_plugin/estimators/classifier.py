@@ -64,7 +64,11 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
   }
 
   def fit(
-    self, X: Any, y: Any = None, sample_weight: Any = None, start: 'HeadClassifier | None' = None
+    self,
+    X: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    start: 'HeadClassifier | starts.Near | None' = None,
   ) -> 'HeadClassifier':
     """Fits the head.
 
@@ -75,7 +79,7 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
       sample_weight: [N], at least 0; None is 1 for each.
       start: a `DetClassifier` that has been fitted to the same rows and weights with the same C,
         tau and hidden layers. The noise starts at its optimum, which is otherwise computed
-        first.
+        first. `starts.Near` is where searches start, if C_noise is a number.
 
     Returns:
       The estimator.
@@ -83,25 +87,16 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     Raises:
       ValueError: a setting, X, y or start is wrong, or there is only one class.
     """
-    return self._fit(X, y, sample_weight, start)
-
-  def _fit(
-    self,
-    X: Any,
-    y: Any,
-    sample_weight: Any = None,
-    start: 'HeadClassifier | None' = None,
-    near: starts.Near | None = None,
-  ) -> 'HeadClassifier':
-    """`fit`, which searches from `near` where C_noise is a number."""
     self._check()
+    near = start if isinstance(start, starts.Near) else None
+    start = None if near else start
     X, y = self._opened(X, y, fit=True)
     if self.tau == 'validation' and start is not None:
       raise ValueError("start needs one tau: tau='validation' fits DET at several")
     if y is None:
       raise ValueError(f'{type(self).__name__} requires y to be passed, but the target y is None')
     is_encoded = isinstance(y, targets.Targets)  # as of an audit, whose labels stay in a file
-    encoded = y if is_encoded else targets.encode(inputs.labels_of_rows(X, y), self.target)
+    encoded = y if is_encoded else targets.encode(inputs.labels_of_rows(len(X), y), self.target)
     if len(encoded.classes) > len(X):
       warnings.warn(
         f'y has K={len(encoded.classes)} classes and X has N={len(X)} rows: some classes have no '
@@ -263,7 +258,7 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
       sample_weight: [N]; None is 1 for each.
     """
     X, y = self._opened(X, y)
-    y = inputs.labels_of_rows(X, y)
+    y = inputs.labels_of_rows(len(X), y)
     predicted = self._predict(X)
     if self.target_ == 'indicator':
       y = self._encoded(X, y).values  # numbers; pandas may have objects
@@ -494,7 +489,7 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     return self.calibration_.apply(scores, self.model_.link)
 
   def _encoded(self, X, y):
-    y = inputs.labels_of_rows(X, y)
+    y = inputs.labels_of_rows(len(X), y)
     return targets.encode(y, self.target, self.classes_, self.target_)
 
   def _map(self, method, X, target=None):

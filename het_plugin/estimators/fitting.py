@@ -119,19 +119,22 @@ class Problem:
     """
     fitted = model if c_noise else model.deterministic
     with placement.on(self.settings.mesh):
-      det_fit = self.fit_of(start, model)
-      with self._stoppable():
+      det_fit = None if start is None else self.fit_of(start, model)
+      stoppable = contextlib.nullcontext()
+      if self.on_disk and not resuming.are_kept():
+        # Ctrl-C ends the searches, which keep what they have.
+        stoppable = stopping.handled(lambda: True, lambda: None)
+      with stoppable:
         done = self.minimise(fitted, self.weight, c_noise, det_fit, near)
-        done = self._bounded(fitted, c_noise, done)
+        if len(self.far.alone):
+          done = self._bounded(fitted, c_noise, done)
     if fitted != model:
       params = starts.without_noise(model.init(self.seed, self.x.shape[1]), done.params)
       done = dataclasses.replace(done, params=params)
     return done
 
-  def fit_of(self, start: Any, model: Model) -> lbfgs.FitResult | None:
+  def fit_of(self, start: Any, model: Model) -> lbfgs.FitResult:
     """The fit of `start`, which must be DET's to the same rows, labels and weights."""
-    if start is None:
-      return None
     check_is_fitted(start)
     det = model.deterministic
     same = start.model_ == det and start.C == self.settings.C
@@ -173,7 +176,14 @@ class Problem:
     DET is fitted first, from `near` if it is given, unless `det_fit` is its fit. The result is
     DET's where noise has a worse objective, if it `falls_back`.
     """
-    search = self._search(model, weight, c_noise)
+    settings = self.settings
+    of_rows = model, self.x, self.mean, self.targets.values, weight
+    strengths = settings.C, c_noise or 1.0
+    if self.on_disk:
+      rows = stream.make_stream(*of_rows, self.far, *strengths, settings.mesh)
+    else:
+      rows = placement.place_rows(objective.make_rows(*of_rows, *strengths), settings.mesh)
+    search = _Search(rows, settings, stopping.requested if self.on_disk else lambda: False)
     if det_fit is None:
       det = model.deterministic
       if near:
@@ -198,22 +208,6 @@ class Problem:
       noisy = dataclasses.replace(det_fit, params=starts.without_noise(start, det_fit.params))
     return dataclasses.replace(noisy, num_iterations=num_iterations)
 
-  def _search(self, model: Model, weight: np.ndarray, c_noise: float) -> '_Search':
-    settings = self.settings
-    strengths = settings.C, c_noise or 1.0
-    values = self.x, self.mean, self.targets.values, weight
-    if self.on_disk:
-      rows = stream.make_stream(model, *values, self.far, *strengths, settings.mesh)
-      return _Search(rows, settings, stopping.requested)
-    rows = objective.make_rows(model, *values, *strengths)
-    return _Search(placement.place_rows(rows, settings.mesh), settings, lambda: False)
-
-  def _stoppable(self) -> contextlib.AbstractContextManager:
-    """Inside, Ctrl-C ends the searches of rows on disk, which keep what they have."""
-    if not self.on_disk or resuming.are_kept():
-      return contextlib.nullcontext()
-    return stopping.handled(lambda: True, lambda: None)
-
   def _bounded(self, model: Model, c_noise: float, done: lbfgs.FitResult) -> lbfgs.FitResult:
     """The fit with a gap that holds where rows are far from the others.
 
@@ -223,7 +217,7 @@ class Problem:
     """
     weight = self.weight.copy()
     weight[self.far.alone] = 0.0
-    if not len(self.far.alone) or not weight.any():
+    if not weight.any():
       return done
     with warnings.catch_warnings():
       warnings.simplefilter('ignore', ConvergenceWarning)
@@ -345,7 +339,7 @@ def noise_path(model: Model, problem: Problem, start: Any = None) -> NoisePath:
     start = None
   with placement.on(settings.mesh), warnings.catch_warnings():
     warnings.simplefilter('ignore', ConvergenceWarning)
-    whole = problem.fit_of(start, model)
+    whole = None if start is None else problem.fit_of(start, model)
     held_out = selection.held_out_rows(problem.targets.main_class(), problem.seed)
     if held_out.sum() < selection.MIN_HELD_OUT:
       warnings.warn(

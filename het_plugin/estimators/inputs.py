@@ -83,6 +83,14 @@ def read_rows(x: np.ndarray, rows: slice) -> np.ndarray:
   return block
 
 
+def blocks(x: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+  """All rows of x [N, D] in parts that `read_rows` reads, one after the other."""
+  for start in range(0, len(x), _PART_ROWS):
+    part = slice(start, start + _PART_ROWS)
+    yield part, read_rows(x, part)
+    placement.forget_pages(x)
+
+
 def parts(rows: np.ndarray, x: np.ndarray) -> Iterator[np.ndarray]:
   """Numbers of rows of x [N, D], int [n], in parts that are read one after the other."""
   for part in np.array_split(rows, -(-len(rows) // _PART_ROWS)):
@@ -139,16 +147,13 @@ def spread(x: np.ndarray, weight: np.ndarray) -> Spread:
   first = np.zeros(x.shape[1])
   low = np.full(x.shape[1], np.inf)
   high = -low
-  for start in range(0, len(x), _PART_ROWS):
-    part = slice(start, start + _PART_ROWS)
-    block = read_rows(x, part)
+  for part, block in blocks(x):
     first += weight[part] @ block
     is_kept = weight[part] > 0
     if is_kept.any():
       kept = block if is_kept.all() else block[is_kept]
       low = np.minimum(low, kept.min(axis=0))
       high = np.maximum(high, kept.max(axis=0))
-    placement.forget_pages(x)
   numbers = np.flatnonzero(weight > 0)
   some = np.asarray(x[numbers[:: max(1, len(numbers) // _SPREAD_ROWS)]]).astype(np.float64)
   mean = first / weight.sum()
@@ -195,12 +200,11 @@ def far_rows(x: np.ndarray, weight: np.ndarray, where: Spread) -> Far:
     return Far(none, none, np.zeros((0, x.shape[1])))
   numbers = []
   sizes = []
-  for start in range(0, len(x), _PART_ROWS):
-    part = slice(start, start + _PART_ROWS)
-    size = where.times(read_rows(x, part)).max(axis=1)
-    numbers.append(start + np.flatnonzero((size > FAR) & (weight[part] > 0)))
-    sizes.append(size[numbers[-1] - start])
-    placement.forget_pages(x)
+  for part, block in blocks(x):
+    size = where.times(block).max(axis=1)
+    chosen = np.flatnonzero((size > FAR) & (weight[part] > 0))
+    numbers.append(part.start + chosen)
+    sizes.append(size[chosen])
   far = np.concatenate(numbers)
   size = np.concatenate(sizes)
   rows = np.asarray(x[far]).astype(np.float64)
@@ -260,17 +264,17 @@ def check_squares(num_rows: int, distances: np.ndarray) -> None:
     )
 
 
-def labels_of_rows(x: Any, y: Any) -> np.ndarray:
-  """y as an array; raises ValueError if it is not one label or list of labels per row of x."""
+def labels_of_rows(num_rows: int, y: Any) -> np.ndarray:
+  """y as an array; raises ValueError if it is not one label or list of labels per row."""
   if isinstance(y, Rows):
     y = votes.shares(y.labels, y.num_classes, y.label_weight).view(Shares)
   if hasattr(y, 'toarray'):
     raise ValueError('y is sparse, but must be dense: give y.toarray()')
   y = as_array(y)
-  if y.ndim not in (1, 2) or len(y) != len(x):
+  if y.ndim not in (1, 2) or len(y) != num_rows:
     raise ValueError(
-      f'y has shape {y.shape}; it must be [{len(x)}] or [{len(x)}, ...], as X has {len(x)} rows: '
-      'inconsistent numbers of samples'
+      f'y has shape {y.shape}; it must be [{num_rows}] or [{num_rows}, ...], as X has {num_rows} '
+      'rows: inconsistent numbers of samples'
     )
   return y
 

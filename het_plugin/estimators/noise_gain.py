@@ -151,7 +151,7 @@ def noise_test(
   start = time.perf_counter()
   classes = None if location is None else np.arange(location[0].shape[1])
   rng = np.random.default_rng(seed)
-  labels = targets.encode(inputs.labels_of_rows(x, y), target, classes)
+  labels = targets.encode(inputs.labels_of_rows(len(x), y), target, classes)
   k = len(labels.classes)
   chosen = np.arange(len(x))
   if len(x) * k > MAX_ENTRIES:

@@ -50,7 +50,7 @@ def cross_val_predict(
     raise ValueError(f'method={method!r} is unknown: choose one of {", ".join(METHODS)}')
   X, y = inputs.open_features(X, y)
   X = X if hasattr(X, 'shape') else np.asarray(X)
-  encoded = targets.encode(inputs.labels_of_rows(X, y), head.target)
+  encoded = targets.encode(inputs.labels_of_rows(len(X), y), head.target)
   folds = check_cv(cv, encoded.main_class(), classifier=True)
   rows = np.arange(len(encoded.values))
   parts = []

@@ -84,7 +84,8 @@ def fit_best(
     if head == 'det' or tau != 'validation':
       key = (hash(rows.tobytes()), point['C'], tau)
       if key not in starts:
-        starts[key] = _fitted(CLASSIFIERS['det'](C=point['C'], tau=tau, **common), *part, near=near)
+        det = CLASSIFIERS['det'](C=point['C'], tau=tau, **common)
+        starts[key] = _fitted(det, *part, start=near)
       det = starts[key]
     if head == 'det':
       return det
@@ -111,11 +112,11 @@ def fit_best(
   return estimator, best, failures + is_unfinished
 
 
-def _fitted(estimator: HeadClassifier, *rows, **where) -> tuple[HeadClassifier, bool]:
+def _fitted(estimator: HeadClassifier, *rows, start=None) -> tuple[HeadClassifier, bool]:
   """The estimator after its fit, and whether it warned that it has not converged."""
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter('always')
-    estimator._fit(*rows, **where)
+    estimator.fit(*rows, start=start)
   of_others = [x for x in caught if not issubclass(x.category, ConvergenceWarning)]
   for x in of_others:
     warnings.warn_explicit(x.message, x.category, x.filename, x.lineno)

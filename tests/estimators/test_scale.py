@@ -146,7 +146,7 @@ def test_noise_starts_at_a_fit_that_was_stopped(data, tmp_path, small_parts, mon
   with pytest.warns(ConvergenceWarning, match='stopped when it was fitted to a part'):
     det.fit(rows, y)
   with pytest.warns(ConvergenceWarning):  # which keeps what DET has
-    noisy = HetXLClassifier(solver='streamed', **NOISY)._fit(rows, y, start=det)
+    noisy = HetXLClassifier(solver='streamed', **NOISY).fit(rows, y, start=det)
   assert noisy.nll(x, y).mean() <= det.nll(x, y).mean() + 1e-3
 
 
