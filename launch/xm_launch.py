@@ -8,10 +8,15 @@ Takes the gin files and flags of training.
     --executor=local   runs jobs as processes of this machine, at most --max_parallel at a time, and
                        restarts those that were preempted (exit code 42) or killed. Ctrl-C lets all
                        running jobs save and stop. Ends with a table of exit codes and metrics.
-    --executor=vertex  runs jobs on TPU v2 or v3, the only TPUs of XManager's Vertex executor; needs
-                       XManager: pip install '.[launch]'.
-    --executor=gke     applies one JobSet per job with kubectl (launch/gke/render.py). XManager's
-                       own Kubernetes executor requests no TPUs.
+    --executor=gke     applies one JobSet per job with kubectl (launch/gke/render.py).
+
+Those of XManager (pip install '.[launch]') restart nothing:
+
+    --executor=vertex      runs jobs on TPU v2 or v3, the only TPUs of XManager's Vertex executor.
+    --executor=kubernetes  runs jobs on one host, on GPUs (--resources=a100=8): for a job with TPUs
+                           it requests none.
+    --executor=cloud       sends jobs to XManager on Cloud, whose server is a preview, on one slice
+                           (--topology) or on GPUs (--resources).
 
 Repeating a launch resumes its jobs; on GKE, delete the JobSets that have ended first. --dry_run
 prints all jobs.
@@ -25,6 +30,7 @@ import concurrent.futures
 import contextlib
 import hashlib
 import importlib.util
+import math
 import re
 import shlex
 import signal
@@ -47,9 +53,20 @@ from launch.gke import render
 USED = {
   'local': ('max_parallel', 'max_restarts', 'grace_seconds'),
   'vertex': ('image', 'topology'),
+  'kubernetes': ('image', 'resources'),
+  'cloud': ('image', 'topology', 'resources', 'queue', 'service_account'),
   'gke': render.SETTINGS,
 }
+# What the executors of XManager 0.8.5 can ask for. Its Kubernetes executor selects nodes by
+# 'nvidia-tesla-NAME', which GKE has for these; XManager on Cloud calls tpu7x by a machine type.
+KUBERNETES_RESOURCES = ('p4', 't4', 'p100', 'v100', 'a100', 'cpu', 'ram')
+CLOUD_TPUS = ('v4', 'v5e', 'v5p', 'v6e')
 EXECUTORS = tuple(USED)
+XMANAGER = {
+  'vertex': 'xm_local.Vertex',
+  'kubernetes': 'xm_local.Kubernetes',
+  'cloud': 'xm_cloud.KubernetesJobExecutor',
+}
 _JOB_NAME = 20  # characters of a job's name in that of its JobSet
 VERTEX_CORES_PER_CHIP = 2  # XManager counts cores: tpu_v3=8 is a 2x2
 FAILED = 1
@@ -67,6 +84,9 @@ def define_flags() -> None:
     'sweep', [], 'NAME=VALUE,VALUE,... with NAME and VALUE as in --gin.NAME=VALUE; repeatable.'
   )
   flags.DEFINE_integer('max_parallel', 1, 'Number of local jobs at a time.', lower_bound=1)
+  flags.DEFINE_list(
+    'resources', [], "XManager's names and amounts: a100=8, or cpu=16,ram=64e9 (bytes)."
+  )
   flags.DEFINE_bool('dry_run', False, 'Print all jobs and launch none.')
   if importlib.util.find_spec('xmanager'):
     from xmanager import xm_flags  # noqa: F401 (defines --xm_...)
@@ -90,36 +110,74 @@ def local_command(job: sweep.Job) -> list[str]:
   ]
 
 
-def vertex_requirements(name: str | None) -> dict[str, int]:
-  """The arguments of xm.JobRequirements for a topology."""
-  name = name or ''
-  if name.partition(':')[0] not in ('v2', 'v3'):
+def requirements(executor: str) -> dict[str, float | str]:
+  """The arguments of xm.JobRequirements for the flags of an executor of XManager.
+
+  Raises:
+    ValueError: the executor cannot ask for them.
+  """
+  name = flags.FLAGS.topology or ''
+  generation = name.partition(':')[0]
+  if executor == 'vertex':
+    if generation not in ('v2', 'v3'):
+      raise ValueError(
+        f'--topology={name}: XManager on Vertex supports TPU v2 and v3 only, such as v3:2x2; use '
+        '--executor=gke or launch/tpu_vm.sh'
+      )
+    generation, shape = slices.parse(name)
+    return {f'tpu_{generation}': slices.num_chips(shape) * VERTEX_CORES_PER_CHIP}
+  asked = render.pairs('resources', flags.FLAGS.resources)
+  if bool(asked) == bool(name):
+    examples = '--topology=v6e:4x4 or --resources=a100=8'
+    if executor == 'kubernetes':
+      examples = '--resources=a100=8'
+    raise ValueError(f'--executor={executor} needs {examples}, for example')
+  if name:
+    if generation not in CLOUD_TPUS:
+      raise ValueError(
+        f'--topology={name}: XManager on Cloud has TPUs of {", ".join(CLOUD_TPUS)}; use '
+        '--executor=gke'
+      )
+    return {f'tpu_{generation}': slices.parse(name)[1]}
+  unknown = [x for x in asked if executor == 'kubernetes' and x not in KUBERNETES_RESOURCES]
+  if unknown:
     raise ValueError(
-      f'--topology={name}: XManager on Vertex supports TPU v2 and v3 only, such as v3:2x2; use '
-      '--executor=gke or launch/tpu_vm.sh'
+      f"--resources={unknown[0]}={asked[unknown[0]]}: XManager's Kubernetes executor finds nodes "
+      f'of {", ".join(KUBERNETES_RESOURCES)} only'
     )
-  generation, shape = slices.parse(name)
-  return {f'tpu_{generation}': slices.num_chips(shape) * VERTEX_CORES_PER_CHIP}
+  return {name: _amount(name, value) for name, value in asked.items()}
+
+
+def _amount(name: str, value: str) -> float:
+  try:
+    amount = float(value)
+  except ValueError:
+    amount = 0.0
+  if not 0 < amount < math.inf:
+    raise ValueError(f'--resources={name}={value} must be a number above 0')
+  return amount
+
+
+def kubernetes_name(job: sweep.Job) -> str:
+  """The name of a job of a sweep in Kubernetes, '' if there is no sweep.
+
+  It is the same in a longer sweep. What it cannot have gives way to a hash of it.
+  """
+  short = re.sub('[^a-z0-9]+', '-', job.name.lower()).strip('-')[:_JOB_NAME]
+  if short != job.name:
+    short = f'{short}-{hashlib.sha256(job.name.encode()).hexdigest()[:6]}'
+  return short
 
 
 def jobset_of(job: sweep.Job) -> dict[str, Any]:
-  """The JobSet of a job, called NAME, or NAME-JOB in a sweep.
-
-  A job has the same name in a longer sweep. What a name of Kubernetes cannot have gives way to a
-  hash of it.
-  """
-  name = flags.FLAGS.name
-  if job.name:
-    short = re.sub('[^a-z0-9]+', '-', job.name.lower()).strip('-')[:_JOB_NAME]
-    if short != job.name:
-      short = f'{short}-{hashlib.sha256(job.name.encode()).hexdigest()[:6]}'
-    name = f'{name}-{short}'
+  """The JobSet of a job, called NAME, or NAME-JOB in a sweep."""
+  name = '-'.join(filter(None, [flags.FLAGS.name, kubernetes_name(job)]))
   return render.jobset(name, render.settings(), job)
 
 
 def check_flags(executor: str) -> None:
   """Raises ValueError if a flag of another executor is on the command line."""
-  for name in (*render.SETTINGS, 'max_parallel'):
+  for name in (*render.SETTINGS, 'max_parallel', 'resources'):
     if flags.FLAGS[name].present and name not in USED[executor]:
       users = ', '.join(x for x in EXECUTORS if name in USED[x])
       raise ValueError(f'--{name} has no effect with --executor={executor}: it is for {users}')
@@ -147,17 +205,21 @@ def description(index: int, job: sweep.Job, num_jobs: int) -> str:
         f'--model_dir={values.model_dir} must be a local folder: --executor=local keeps logs in it'
       )
     lines += ['executor: local', f'command: {shlex.join(local_command(job))}']
-  elif values.executor == 'vertex':
-    lines += [f'executor: xm_local.Vertex, {vertex_requirements(values.topology)}']
-    if not remote or not values.image:
-      raise ValueError(
-        f'--executor=vertex needs --model_dir=gs://... and --image, not {values.model_dir!r} and '
-        f'{values.image!r}'
-      )
-    lines += [f'image: {values.image}', f'arguments: {shlex.join(job.arguments())}']
-  else:
+  elif values.executor == 'gke':
     lines.append(f'executor: JobSet, {values.num_slices} x {values.topology}')
     lines += render.to_yaml(jobset_of(job)).rstrip().splitlines()
+  else:
+    lines += [f'executor: {XMANAGER[values.executor]}, {requirements(values.executor)}']
+    if not remote or not values.image:
+      raise ValueError(
+        f'--executor={values.executor} needs --model_dir=gs://... and --image, not '
+        f'{values.model_dir!r} and {values.image!r}'
+      )
+    if values.executor == 'cloud':
+      if not values.queue:
+        raise ValueError('--executor=cloud needs --queue: the queue that XManager takes has CPUs')
+      lines += [f'queue: {values.queue}']
+    lines += [f'image: {values.image}', f'arguments: {shlex.join(job.arguments())}']
   return '\n  '.join(lines)
 
 
@@ -200,19 +262,42 @@ def launch_local(jobs: Sequence[sweep.Job]) -> int:
   return processes.PREEMPTED if stopping else FAILED if any(codes) else 0
 
 
-async def launch_vertex(experiment: Any, jobs: Sequence[sweep.Job]) -> None:
-  """Adds one Vertex job per job to an XManager experiment."""
+async def launch_in_xmanager(experiment: Any, jobs: Sequence[sweep.Job]) -> None:
+  """Adds one Vertex or Kubernetes job per job to an XManager experiment of xm_local."""
   from xmanager import xm, xm_local
 
   values = flags.FLAGS
+  kind = {'vertex': xm_local.Vertex, 'kubernetes': xm_local.Kubernetes}[values.executor]
   async with experiment:
     (image,) = experiment.package(
-      [xm.Packageable(xm.Container(image_path=values.image), xm_local.Vertex.Spec())]
+      [xm.Packageable(xm.Container(image_path=values.image), kind.Spec())]
     )
     for job in jobs:
-      requirements = xm.JobRequirements(**vertex_requirements(values.topology))
-      executor = xm_local.Vertex(requirements)
-      await experiment.add(xm.Job(image, executor, name=job.name or None, args=job.arguments()))
+      executor = kind(xm.JobRequirements(**requirements(values.executor)))
+      name = kubernetes_name(job) or None
+      await experiment.add(xm.Job(image, executor, name=name, args=job.arguments()))
+
+
+async def launch_on_cloud(experiment: Any, jobs: Sequence[sweep.Job]) -> None:
+  """Adds one work unit per job to an experiment of XManager on Cloud."""
+  from xmanager import xm, xm_cloud
+  from xmanager.xm_local import executables
+
+  values = flags.FLAGS
+  constraints = xm_cloud.SchedulingConstraints(queue_name=values.queue)
+  async with experiment:
+    for job in jobs:
+      image = executables.GoogleContainerRegistryImage(name='train', image_path=values.image)
+      # The client turns `args` into a mapping, which has no order and no flag twice. Attributes
+      # with the names of its ExecutableSpec it takes as they are.
+      image.args_list = job.arguments()  # ty: ignore[unresolved-attribute]
+      executor = xm_cloud.KubernetesJobExecutor(
+        xm.JobRequirements(**requirements('cloud')), service_account=values.service_account
+      )
+      await experiment.add(
+        xm.Job(image, executor, name='train'),
+        settings=xm_cloud.WorkUnitSettings(scheduling_constraints=constraints, notes=job.name or None),
+      )
 
 
 def launch_gke(jobs: Sequence[sweep.Job]) -> None:
@@ -246,10 +331,15 @@ def main(argv: Sequence[str]) -> None:
     if values.executor == 'local':
       sys.exit(launch_local(jobs))
     if not importlib.util.find_spec('xmanager'):
-      raise ValueError("--executor=vertex needs XManager: pip install '.[launch]'")
+      raise ValueError(f"--executor={values.executor} needs XManager: pip install '.[launch]'")
+    if values.executor == 'cloud':
+      from xmanager import xm_cloud
+
+      asyncio.run(launch_on_cloud(xm_cloud.create_experiment(values.name), jobs))
+      return
     from xmanager import xm_local
 
-    asyncio.run(launch_vertex(xm_local.create_experiment(values.name), jobs))
+    asyncio.run(launch_in_xmanager(xm_local.create_experiment(values.name), jobs))
 
 
 if __name__ == '__main__':

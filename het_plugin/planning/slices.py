@@ -231,13 +231,19 @@ def _sides(shape: str) -> list[int]:
 
 
 def xpk_type(generation: str, shape: str) -> str:
-  """What xpk calls a slice, as in its core/system_characteristics.py; v5p counts cores."""
-  chips = num_chips(shape)
-  by_number = {'v4': 2 * chips, 'v5p': 2 * chips, 'v5litepod': chips, 'v6e': chips}
-  name = 'v5litepod' if generation == 'v5e' else generation
+  """What xpk (0.14 and newer) calls a slice.
+
+  The names have the shape: those with a number of cores, such as v5p-512, stand for one of several
+  shapes.
+
+  Raises:
+    ValueError: xpk does not have the slice.
+  """
   if generation == 'v3':
     raise ValueError('--topology=v3: xpk has slices of v4, v5e, v5p, v6e and tpu7x')
-  return f'{name}-{by_number.get(name, shape)}'
+  if generation == 'v5e' and num_chips(shape) <= CHIPS_PER_HOST:
+    raise ValueError(f'--topology=v5e:{shape}: the smallest slice of v5e that xpk has is 2x4')
+  return f'{"v5litepod" if generation == "v5e" else generation}-{shape}'
 
 
 def hosts(name: str, num_slices: int = 1, chips_per_host: int | None = None) -> Hosts:

@@ -40,6 +40,7 @@ from launch import sweep
 from launch.processes import PREEMPTED
 
 TEMPLATE = Path(__file__).with_name('jobset.yaml')
+XPK_PRIORITIES = ('very-low', 'low', 'medium', 'high', 'very-high')
 SPOT = 'cloud.google.com/gke-spot'
 MAX_NODES = 65_000  # of a cluster, https://cloud.google.com/kubernetes-engine/quotas
 
@@ -166,13 +167,20 @@ def xpk_command(name: str, settings: Mapping[str, Any], job: sweep.Job) -> str:
   """The command line of xpk for the JobSet; xpk restarts after exit code 42 by itself.
 
   Raises:
-    ValueError: as in `jobset`, or xpk cannot be asked for one of the settings.
+    ValueError: as in `jobset`, or xpk cannot be asked for one of the settings, such as the service
+      account, which is the default one of the namespace.
   """
   spec = jobset(name, settings, job)['spec']['replicatedJobs'][0]['template']['spec']
   container = spec['template']['spec']['containers'][0]
-  for unknown in ('namespace', 'queue', 'node_selector', 'chips_per_host'):
+  for unknown in ('service_account', 'queue', 'node_selector', 'chips_per_host'):
     if settings[unknown]:
       raise ValueError(f'--{unknown} is for --format=jobset: xpk has its own')
+  if not settings['privileged']:
+    raise ValueError('--privileged=false is for --format=jobset: the pods of xpk are privileged')
+  if settings['priority'] not in (None, *XPK_PRIORITIES):
+    raise ValueError(
+      f'--priority={settings["priority"]} must be one of {", ".join(XPK_PRIORITIES)} with xpk'
+    )
   hosts = hosts_of(settings)
   options = {
     'cluster': 'CLUSTER',
@@ -183,7 +191,7 @@ def xpk_command(name: str, settings: Mapping[str, Any], job: sweep.Job) -> str:
     'max-restarts': settings['max_restarts'],
     'termination-grace-period-seconds': settings['grace_seconds'],
     'priority': settings['priority'],
-    'service-account': settings['service_account'],
+    'namespace': settings['namespace'],
     'command': shlex.join(
       [*container['command'], *(x.replace('$$', '$') for x in container['args'])]
     ),
@@ -191,11 +199,12 @@ def xpk_command(name: str, settings: Mapping[str, Any], job: sweep.Job) -> str:
   words = ['xpk', 'workload', 'create']
   words += [f'--{flag}={value}' for flag, value in options.items() if value is not None]
   words += [f'--env={x["name"]}={x["value"]}' for x in container['env']]
+  words += ['--spot'] if settings['spot'] else []
   return shlex.join(words) + '\n'
 
 
 def train_job(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, Any]:
-  """The TrainJob of Kubeflow Trainer (trainer.kubeflow.org/v1alpha1) for the JobSet.
+  """The TrainJob of Kubeflow Trainer 2.3 or newer for the JobSet.
 
   Its runtime jax-distributed sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
   Whether a preempted job starts again is a setting of the runtime.
@@ -211,7 +220,15 @@ def train_job(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[st
   spec = document['spec']['replicatedJobs'][0]['template']['spec']
   pod = spec['template']['spec']
   container = pod['containers'][0]
-  placed = ('nodeSelector', 'tolerations', 'serviceAccountName')
+  placed = (
+    'nodeSelector',
+    'tolerations',
+    'serviceAccountName',
+    'terminationGracePeriodSeconds',
+  )
+  patch = {key: pod[key] for key in placed if key in pod}
+  if security := container.get('securityContext'):
+    patch['containers'] = [{'name': 'node', 'securityContext': security}]
   trainer = {key: container[key] for key in ('image', 'command', 'args', 'env')}
   trainer |= {'numNodes': spec['parallelism'], 'resourcesPerNode': container['resources']}
   kept = ('name', 'namespace', 'labels')
@@ -222,10 +239,18 @@ def train_job(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[st
     'spec': {
       'runtimeRef': {'name': 'jax-distributed'},
       'trainer': trainer,
-      'podTemplateOverrides': [
+      'runtimePatches': [
         {
-          'targetJobs': [{'name': 'node'}],
-          'spec': {key: pod[key] for key in placed if key in pod},
+          'manager': 'het-plugin.launch/render',
+          'trainingRuntimeSpec': {
+            'template': {
+              'spec': {
+                'replicatedJobs': [
+                  {'name': 'node', 'template': {'spec': {'template': {'spec': patch}}}}
+                ]
+              }
+            }
+          },
         }
       ],
     },

@@ -2,11 +2,16 @@
 
 import dataclasses
 import math
+import os
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
+from het_plugin.planning import slices
 from launch import sweep
 from launch.gke import render
 from launch.processes import PREEMPTED
@@ -241,14 +246,19 @@ def test_kueue_has_its_labels():
 
 @pytest.mark.parametrize(
   ('topology', 'name'),
-  [('v5e:4x4', 'v5litepod-16'), ('v5p:2x2x2', 'v5p-16'), ('v6e:4x8', 'v6e-32'),
-   ('tpu7x:2x2x2', 'tpu7x-2x2x2')],
-)  # fmt: skip
+  [
+    ('v5e:4x4', 'v5litepod-4x4'),
+    ('v5p:4x4x16', 'v5p-4x4x16'),  # v5p-512 is 4x8x8
+    ('v6e:4x8', 'v6e-4x8'),
+    ('tpu7x:2x2x2', 'tpu7x-2x2x2'),
+  ],
+)
 def test_xpk_gets_the_same_command(topology, name):
-  settings = SETTINGS | {'topology': topology, 'num_slices': 2, 'priority': 'high'}
+  changes = {'topology': topology, 'num_slices': 2, 'priority': 'high', 'spot': True}
+  settings = SETTINGS | changes
   job = sweep.make_jobs('gs://bucket/run', ['x.gin'], ["a = '$x y'"])[0]
   words = shlex.split(render.xpk_command('het-xl', settings, job))
-  assert words[:3] == ['xpk', 'workload', 'create']
+  assert words[:3] == ['xpk', 'workload', 'create'] and words.pop() == '--spot'
   options = dict(word.removeprefix('--').split('=', 1) for word in words[3:])
   assert options['tpu-type'] == name and options['num-slices'] == '2'
   assert options['priority'] == 'high' and options['env'] == 'JAX_PLATFORMS=tpu,cpu'
@@ -259,11 +269,71 @@ def test_xpk_gets_the_same_command(topology, name):
     '--gin.PjitPartitioner.num_replicas=2',
     *job.arguments(),
   ]
-  with pytest.raises(ValueError, match='--queue is for --format=jobset'):
-    render.xpk_command('het-xl', settings | {'queue': 'tpus'}, job)
 
 
-# https://www.kubeflow.org/docs/components/trainer, with the fields that are used.
+@pytest.mark.parametrize(
+  ('changes', 'words'),
+  [
+    ({'queue': 'tpus'}, '--queue is for --format=jobset'),
+    ({'service_account': 'trainer'}, '--service_account is for --format=jobset'),
+    ({'privileged': False}, '--privileged=false is for --format=jobset'),
+    ({'priority': 'urgent'}, '--priority=urgent must be one of very-low, low, '),
+    ({'topology': 'v5e:2x2'}, '--topology=v5e:2x2: the smallest .* is 2x4'),
+  ],
+)
+def test_what_xpk_cannot_do_is_one_sentence(changes, words):
+  with pytest.raises(ValueError, match=words):
+    render.xpk_command('het-xl', SETTINGS | changes, JOB)
+
+
+def test_xpk_knows_the_names_of_all_slices():
+  """Where xpk is installed; its names with numbers of cores stand for other shapes."""
+  known = pytest.importorskip('xpk.core.system_characteristics')
+  for generation in ('v4', 'v5e', 'v5p', 'v6e', 'tpu7x'):
+    for shape in slices.GENERATIONS[generation].shapes:
+      if max(map(int, shape.split('x'))) > 256 or (generation == 'v5e' and shape in ('1x1', '2x2')):
+        continue
+      name = slices.xpk_type(generation, shape)
+      found, _ = known.get_system_characteristics_by_device_type(name)
+      hosts = slices.hosts(f'{generation}:{shape}')
+      theirs = (found.topology, found.vms_per_slice, found.gce_machine_type, found.gke_accelerator)
+      assert theirs == (shape, hosts.count, hosts.machine, hosts.label), name
+
+
+@pytest.mark.slow
+def test_xpk_takes_the_command(tmp_path):
+  """Where xpk is installed: its JobSet runs the same command on as many hosts."""
+  xpk = Path(sys.executable).with_name('xpk')
+  if not xpk.exists():
+    pytest.skip('xpk is not installed')
+  changes = {'num_slices': 2, 'priority': 'high', 'namespace': 'team', 'spot': True}
+  job = sweep.make_jobs('gs://bucket/run', ['x.gin'], ["a = '$x y'"])[0]
+  words = shlex.split(render.xpk_command('het-xl', SETTINGS | changes, job))
+  words = [str(xpk), *words[1:], '--project=p', '--zone=us-east5-a', '--dry-run']
+  words = [word.replace('=CLUSTER', '=c') for word in words]
+  file = tmp_path / 'jobset.yaml'
+  subprocess.run(
+    [*words, '--skip-validation', f'--output-manifest-file={file}'],
+    env={'HOME': str(tmp_path), 'PATH': os.environ['PATH']},
+    check=True,
+    capture_output=True,
+  )
+  document = yaml.safe_load(file.read_text())
+  ours = parts(rendered(job, **changes))
+  theirs = parts(document)
+  assert theirs[0]['parallelism'] == ours[0]['parallelism']
+  for field in ('terminationGracePeriodSeconds', 'nodeSelector'):
+    expected = ours[1][field]
+    if field == 'nodeSelector':  # of the cluster that xpk has made
+      expected = {name: x for name, x in expected.items() if name != render.SPOT}
+    assert theirs[1][field] == expected
+  assert theirs[2]['resources'] == ours[2]['resources'] and theirs[2]['env'] == ours[2]['env']
+  (line,) = [x for x in theirs[2]['command'][-1].splitlines() if 'het_plugin.train' in x]
+  command = shlex.split(line.strip().removeprefix('(').partition(') & PID')[0])
+  assert command == [*ours[2]['command'], *[x.replace('$$', '$') for x in ours[2]['args']]]
+
+
+# https://www.kubeflow.org/docs/components/trainer (2.3), with the fields that are used.
 TRAIN_JOB = yaml.safe_load("""
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainJob
@@ -277,23 +347,42 @@ spec:
     args: [str]
     env: [{name: str, value: str}]
     resourcesPerNode: {limits: {google.com/tpu: int}}
-  podTemplateOverrides:
-    - targetJobs: [{name: node}]
-      spec:
-        serviceAccountName*: str
-        nodeSelector: map
-        tolerations: [{key: str, operator: Exists|Equal, value*: str, effect: NoSchedule|NoExecute}]
+  runtimePatches:
+    - manager: str
+      trainingRuntimeSpec:
+        template:
+          spec:
+            replicatedJobs:
+              - name: node
+                template:
+                  spec:
+                    template:
+                      spec:
+                        serviceAccountName*: str
+                        nodeSelector: map
+                        terminationGracePeriodSeconds: int
+                        tolerations:
+                          - key: str
+                            operator: Exists|Equal
+                            value*: str
+                            effect: NoSchedule|NoExecute
+                        containers*:
+                          - {name: node, securityContext: {privileged: bool, runAsUser: int}}
 """)
 
 
 def test_a_train_job_of_kubeflow_has_the_parts_of_the_jobset():
-  document = render.train_job('het-xl', SETTINGS | EVERYTHING | {'num_slices': 1}, JOB)
+  changes = EVERYTHING | {'num_slices': 1, 'privileged': True}
+  document = render.train_job('het-xl', SETTINGS | changes, JOB)
   conform(document, TRAIN_JOB, 'TrainJob')
-  _, pod, container = parts(rendered(**(EVERYTHING | {'num_slices': 1})))
+  _, pod, container = parts(rendered(**changes))
   trainer = document['spec']['trainer']
   assert trainer['numNodes'] == 4 and trainer['args'] == container['args']
-  (overrides,) = document['spec']['podTemplateOverrides']
-  assert overrides['spec']['nodeSelector'] == pod['nodeSelector']
+  (patch,) = document['spec']['runtimePatches']
+  (node,) = patch['trainingRuntimeSpec']['template']['spec']['replicatedJobs']
+  placed = node['template']['spec']['template']['spec']
+  assert placed['nodeSelector'] == pod['nodeSelector']
+  assert placed['containers'][0]['securityContext'] == container['securityContext']
   assert document['metadata']['labels']['kueue.x-k8s.io/queue-name'] == 'tpus'
   with pytest.raises(ValueError, match='--num_slices=2: a TrainJob has one slice'):
     render.train_job('het-xl', SETTINGS | {'num_slices': 2}, JOB)

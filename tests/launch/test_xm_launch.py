@@ -1,9 +1,11 @@
 """Launches: what --dry_run prints, and real ones if XManager is installed."""
 
 import asyncio
+import concurrent.futures
 import functools
 import importlib.util
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -23,6 +25,7 @@ needs_xmanager = pytest.mark.skipif(
 )
 RUN = ['--gin_file=gin/runs/digits_smoke.gin', '--gin.EVAL_STEPS=1', '--gin.WARMUP_STEPS=0']
 TINY = ['--gin.vit.depth=1', '--gin.vit.width=16', '--gin.vit.mlp_dim=16', '--gin.BATCH_SIZE=16']
+REMOTE = ['--image=i', '--model_dir=gs://b/x']
 GKE = ['--executor=gke', '--image=i', '--topology=v5e:4x4', '--model_dir=gs://b/x']
 
 
@@ -104,6 +107,12 @@ def test_gke_applies_one_jobset_per_job(tmp_path, monkeypatch, run_main, dry_run
       ['--executor=vertex', '--model_dir=x', '--topology=v3:2x2'],
       '--executor=vertex needs --model_dir=gs://',
     ),
+    (['--executor=kubernetes', *REMOTE, '--resources=h100=8'], '--resources=h100=8: '),
+    (['--executor=kubernetes', *REMOTE, '--resources=a100=x'], 'a100=x must be a number above 0'),
+    (['--executor=kubernetes', *REMOTE], '--executor=kubernetes needs --resources=a100=8'),
+    (['--executor=cloud', *REMOTE], 'needs --topology=v6e:4x4 or --resources='),
+    (['--executor=cloud', *REMOTE, '--topology=tpu7x:2x2x2'], '--topology=tpu7x:2x2x2: XManager'),
+    (['--executor=cloud', *REMOTE, '--topology=v6e:4x4'], '--executor=cloud needs --queue'),
     (['--model_dir=x', '--spot'], '--spot has no effect with --executor=local: it is for gke'),
     ([*GKE, '--max_parallel=2'], '--max_parallel has no effect with --executor=gke'),
   ],
@@ -114,7 +123,7 @@ def test_one_sentence_for_a_wrong_setting(arguments, words, dry_run):
 
 @pytest.mark.skipif(XMANAGER, reason='XManager is installed')
 def test_without_xmanager_vertex_is_one_sentence(run_main):
-  where = ['--image=i', '--topology=v3:2x2', '--model_dir=gs://b/x']
+  where = [*REMOTE, '--topology=v3:2x2']
   message = run_main(xm_launch, *RUN, '--executor=vertex', *where, code=2)
   assert "pip install '.[launch]'" in message
 
@@ -179,15 +188,26 @@ def test_a_sweep_trains_here(tmp_path):
   assert run.name == 'det-RANDOM_SEED=1' and (run / 'checkpoint_2').exists()
 
 
+@pytest.mark.parametrize(
+  ('executor', 'requirements'),
+  [
+    ('vertex', {'TPU_V3': 8}),
+    ('kubernetes', {'A100': 4, 'CPU': 16}),
+  ],
+)
 @needs_xmanager
-def test_vertex_jobs_have_the_requirements_and_arguments(tmp_path, monkeypatch):
+def test_jobs_in_xmanager_have_the_requirements_and_arguments(executor, requirements, monkeypatch):
   from xmanager import xm, xm_mock
 
-  settings = {'image': 'i', 'topology': 'v3:2x2'}
+  settings = {'image': 'i', 'executor': executor, 'topology': None, 'resources': []}
+  if executor == 'vertex':
+    settings['topology'] = 'v3:2x2'
+  else:
+    settings['resources'] = ['a100=4', 'cpu=16']
   monkeypatch.setattr(xm_launch.flags, 'FLAGS', type('Values', (), settings))
   jobs = sweep.make_jobs('gs://b/x', ['x.gin'], ['A.flag = True'], sweeps=['A.none=None,False'])
   experiment = xm_mock.MockExperiment()
-  asyncio.run(xm_launch.launch_vertex(experiment, jobs))
+  asyncio.run(xm_launch.launch_in_xmanager(experiment, jobs))
   launched = experiment.launched_jobs
   assert [job.args.to_list() for job in launched] == [
     xm.merge_args(job.arguments()).to_list() for job in jobs
@@ -195,4 +215,61 @@ def test_vertex_jobs_have_the_requirements_and_arguments(tmp_path, monkeypatch):
   assert '--gin.A.none=None' in launched[0].args.to_list()
   assert '--gin.A.none=False' in launched[1].args.to_list()
   for job in launched:
-    assert job.executor.requirements.task_requirements[xm.ResourceType.TPU_V3] == 8
+    assert job.executor.requirements.task_requirements == {
+      xm.ResourceType[name]: amount for name, amount in requirements.items()
+    }
+    assert re.fullmatch('[a-z0-9-]+', job.name)
+
+
+@pytest.mark.slow
+@needs_xmanager
+def test_a_sweep_goes_to_xmanager_on_cloud(tmp_path):
+  """With a server of its protocol on this machine, which keeps what it is sent."""
+  import grpc
+  from google.longrunning import operations_pb2
+  from xmanager_cloud.experiment_state_server.proto import api_pb2_grpc, experiment_pb2
+
+  sent = []
+
+  class Server(api_pb2_grpc.ExperimentStateServiceServicer):
+    def CreateExperiment(self, request, context):  # noqa: N802
+      return experiment_pb2.Experiment(name='experiments/1', title=request.experiment.title)
+
+    def UpdateExperimentLaunchState(self, request, context):  # noqa: N802
+      return experiment_pb2.Experiment(name='experiments/1')
+
+    def CreateWorkUnit(self, request, context):  # noqa: N802
+      sent.append(request.work_unit)
+      return operations_pb2.Operation(name=f'experiments/1/workUnits/{len(sent)}/operations/1')
+
+  server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
+  api_pb2_grpc.add_ExperimentStateServiceServicer_to_server(Server(), server)
+  port = server.add_insecure_port('localhost:0')
+  server.start()
+  given = [
+    '--executor=cloud',
+    '--image=r/i:1',
+    '--topology=v6e:4x4',
+    '--queue=tpus',
+    '--name=birds',
+  ]
+  given += ['--model_dir=gs://b/x', '--heads=det,het_xl', '--service_account=trainer']
+  where = {'XMANAGER_ENDPOINT': f'http://localhost:{port}', 'XMC_AUTH_TOKEN': 'x'}
+  done = subprocess.run(
+    [sys.executable, '-m', 'launch.xm_launch', *RUN, *given], cwd=ROOT,
+    env=environment(tmp_path) | where | {'XMC_USER_EMAIL': 'a@b.c'}, capture_output=True, text=True,
+  )  # fmt: skip
+  server.stop(None)
+  assert done.returncode == 0, done.stderr
+  assert [x.notes for x in sent] == ['det', 'het_xl']
+  assert {x.executable.scheduling_constraints.queue_name for x in sent} == {'tpus'}
+  (job,) = sent[1].executable.jobset.jobs
+  assert job.service_account == 'trainer'
+  assert (job.spec.resources.tpu_resources.type, job.spec.docker_image) == (
+    'tpu-v6e-slice',
+    'r/i:1',
+  )
+  assert job.spec.resources.tpu_resources.topology == '4x4'
+  heads = 'het_plugin/gin/heads/het_xl.gin'
+  assert list(job.spec.args_list[:2]) == [RUN[0], f'--gin_file={heads}']
+  assert job.spec.args_list[-1] == "--gin.MODEL_DIR='gs://b/x/het_xl'"
