@@ -294,10 +294,8 @@ async def launch_on_cloud(experiment: Any, jobs: Sequence[sweep.Job]) -> None:
       executor = xm_cloud.KubernetesJobExecutor(
         xm.JobRequirements(**requirements('cloud')), service_account=values.service_account
       )
-      await experiment.add(
-        xm.Job(image, executor, name='train'),
-        settings=xm_cloud.WorkUnitSettings(scheduling_constraints=constraints, notes=job.name or None),
-      )
+      unit = xm_cloud.WorkUnitSettings(scheduling_constraints=constraints, notes=job.name or None)
+      await experiment.add(xm.Job(image, executor, name='train'), settings=unit)
 
 
 def launch_gke(jobs: Sequence[sweep.Job]) -> None:
