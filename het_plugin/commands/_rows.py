@@ -1,20 +1,18 @@
-"""Rows to fit heads to: of a file, or of a checkpoint that is represented first."""
+"""Rows to fit heads to: of a source, or of a checkpoint that is represented first."""
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from het_plugin import runs
 from het_plugin.cli.settings import Gin
 from het_plugin.commands import represent
 from het_plugin.rows import Rows, label_rows
-from het_plugin.rows import read as read_rows
 from het_plugin.system import run_files
 
-FileOrArrays = str | tuple[np.ndarray, np.ndarray] | Rows
-_SHARD = re.compile(r'-\d+-of-(\d+)')
+TextOrArrays = str | tuple[np.ndarray, np.ndarray] | Rows
 GIN = ('gin_file', 'gin_bindings', 'gin_search_paths')
 
 
@@ -23,8 +21,8 @@ class RowsSettings(Gin):
   """Where the rows are.
 
   Attributes:
-    train: Rows: F.npz[:SPLIT], F.safetensors, F-*.safetensors or X.npy,Y.npy; or a run.
-    checkpoint: Instead of files: a run or a published file.
+    train: Rows: F.npz[:SPLIT], F.safetensors, X.npy,Y.npy, a folder of them, a run or a task.
+    checkpoint: Instead of rows: a run or a published file.
     dataset: With --checkpoint: the task to represent.
     layer: With --checkpoint: the layer to represent.
     output_dir: With --checkpoint: where to write its files.
@@ -66,33 +64,12 @@ class RowsSettings(Gin):
     return [row['file'] for row in represent.represent(what, program)['files']]
 
 
-def files_of(folder: Path) -> tuple[str, str | None]:
-  """The files train and test, or else validation, in a folder, or its only file."""
-  files = [*folder.rglob('[!.]*.safetensors'), *folder.rglob('[!.]*.npz')]
-  # Neither those of an unfinished split, nor each of several files that are one split.
-  files = (x for x in files if not x.parent.name.startswith('.'))
-  files = sorted({x.with_name(_SHARD.sub(r'-*-of-\1', x.name)) for x in files})
-  if len(files) == 1:
-    return str(files[0]), None
-  usual = 'train', 'test', 'validation'
-  train, test, validation = (
-    [str(x) for x in files if x.stem.partition('-*')[0] == split] for split in usual
-  )
-  if len(train) == len(test or validation) == 1:
-    return train[0], (test or validation)[0]
-  raise ValueError(
-    f'--train={folder} must have one .safetensors or .npz file, or one named train and one named '
-    f'test or validation; it has {", ".join(map(str, files)) or "none"}: name a file, and another '
-    'as --test'
-  )
-
-
-def read(source: FileOrArrays, name: str) -> tuple[Rows, str]:
-  """Rows with features, and their name."""
+def read(source: TextOrArrays, name: str, split: str | None = None) -> tuple[Rows, str]:
+  """Rows with features, and their name; of a text those of the split, see `open_source`."""
+  if isinstance(source, str):
+    return runs.sources.open_source(source).rows(split), source
   if isinstance(source, Rows):
     return source, source.provenance.get('source', name)
-  if isinstance(source, str):
-    return read_rows(source, mapped=True), source
   x = np.asanyarray(source[0])
   y = np.asarray(source[1])  # keeps a memory map
   return Rows({'features': x}, label_rows(y, len(x)), np.arange(len(x))), name

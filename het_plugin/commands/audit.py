@@ -29,10 +29,10 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from het_plugin import estimators, evaluation, measures, reporting, runs, weights
+from het_plugin import estimators, evaluation, measures, reporting, weights
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import OneOf, ResultFiles
-from het_plugin.commands._rows import FileOrArrays, RowsSettings, read
+from het_plugin.commands._rows import RowsSettings, TextOrArrays, read
 from het_plugin.estimators.settings import ROUNDS, GridSettings
 from het_plugin.rows import files, shards
 from het_plugin.system.flag_values import HEADS
@@ -121,9 +121,8 @@ def run(settings: Settings) -> reporting.Report:
   if settings.checkpoint:
     (source,) = settings.represented('het_plugin.audit', [settings.split])
     _check_suggested(suggest, source)
-  source = runs.sources.rows_or_file(source, settings.split)
   probs = settings.write_pred_probs, settings.pred_probs
-  return report(source, fits, examples, settings.rounds, *probs, settings.unfinished)
+  return report(source or '', fits, examples, settings.rounds, *probs, settings.unfinished)
 
 
 def _check_suggested(path: str, source: str) -> None:
@@ -221,7 +220,7 @@ def _write_table(path: str, listed: Listed) -> None:
 
 
 def report(
-  source: FileOrArrays,
+  source: TextOrArrays,
   settings: GridSettings,
   examples: evaluation.examples.Examples | None = None,
   rounds: int = ROUNDS,
@@ -229,10 +228,10 @@ def report(
   probs_from: str | None = None,
   unfinished: Path | None = None,
 ) -> reporting.Report:
-  """The audit of a file of rows (`rows.read`), or of rows. Of votes the consensus is audited.
+  """The audit of what `open_source` takes, or of rows. Of votes the consensus is audited.
 
   Args:
-    source: the file, or the rows.
+    source: the text, or the rows.
     settings, rounds: as in `audit`.
     probs_to: where p [N, K] is written, as `pred_probs` of `audit`.
     probs_from: a file of such p, which no head is fitted for (`estimators.audit.read_probs`).
@@ -245,7 +244,8 @@ def report(
   Raises:
     ValueError: the file or a setting is wrong, or an example has several labels that are no votes.
   """
-  rows, name = read(source, 'the rows')
+  split = examples.split if examples else 'train'
+  rows, name = read(source, 'the rows', split)
   names = rows.class_names
   if examples is not None:
     rows = examples.named(rows)

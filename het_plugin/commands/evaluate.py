@@ -25,12 +25,12 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from het_plugin import data, evaluation, measures, reporting, runs, training, weights
+from het_plugin import data, evaluation, measures, reporting, runs, training
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Batches, Gin, Repeated, ReportFolder
 from het_plugin.evaluation.names import naming, short_names
 from het_plugin.measures import votes
-from het_plugin.rows import Rows
+from het_plugin.rows import Rows, files
 from het_plugin.system import run_files
 from het_plugin.system.ranges import Count
 
@@ -40,8 +40,8 @@ class Settings(ReportFolder, Gin, Batches):
   """What is evaluated, and on what.
 
   Attributes:
-    checkpoint: A run's directory (its newest checkpoint), one checkpoint, or a file of predictions
-      (.npz, .safetensors); repeatable.
+    checkpoint: A run's directory (its newest checkpoint), one checkpoint, or a file of predictions;
+      repeatable.
     predictions: A file of predictions; repeatable.
     dataset: A task. Default: the task that the run was trained on.
     split: A split of the task. Default: the split that the run was evaluated on.
@@ -69,7 +69,7 @@ class Settings(ReportFolder, Gin, Batches):
   @functools.cached_property
   def runs(self) -> frozenset[str]:
     """Those of `checkpoint` that are no files of predictions."""
-    return frozenset(x for x in self.checkpoint if not weights.is_weights_file(x))
+    return frozenset(x for x in self.checkpoint if not files.is_file(x))
 
   def __post_init__(self):
     if self.save_predictions and not self.output_dir:
@@ -125,7 +125,9 @@ def evaluate(settings: Settings, save_to: Path | None = None) -> list[evaluation
         rows = rows_lib.read(source, 'log_prob').chosen(settings.max_examples)
         opened.append(evaluate_rows(name, source, rows))
     else:
-      opened.append(runs.configuration(source, *settings.gin))
+      found = runs.Checkpoint.find(source)
+      found.check_trained(hint='give a run, or a file of predictions')
+      opened.append(runs.configuration(found, *settings.gin))
   if configs := [x for x in opened if isinstance(x, runs.Configuration)]:
     task, split = task_and_split(settings.dataset, settings.split, configs)
     settings = dataclasses.replace(settings, dataset=task, split=split)

@@ -132,10 +132,7 @@ def export(run: runs.Run, folder: str, kind: str, *, entropies: bool = False) ->
       f'{run.checkpoint} is a contrastive model, whose classes are texts: it is not exported as a '
       'program; its image tower is exported to a file without --format'
     )
-  if run.step is None:
-    raise ValueError(
-      f'{run.checkpoint} is a published file, whose head is not trained: export the run itself'
-    )
+  run.config.checkpoint.check_trained(hint='export the run itself')
   model = run.model
   if kind == 'onnx':
     # ONNX's bfloat16 is float32, and what is written is compared with a model that rounds alike.

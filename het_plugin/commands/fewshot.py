@@ -131,7 +131,8 @@ def from_files(settings: Settings) -> Results:
   of_runs = {}
   chosen = choose_names(names, train, distinct=False)
   for name, *pair in zip(chosen, train, settings.test, strict=True):
-    halves = [_rows(pair[0], 'train'), _rows(pair[1])]
+    sources = map(runs.sources.open_source, pair)
+    halves = [source.rows(split) for source, split in zip(sources, ('train', None), strict=True)]
     rows_lib.check_pair(pair, [rows.meaning for rows in halves])
     run, colon, dataset = name.partition(':') if names else (name, '', '')
     dataset = dataset if colon else halves[0].provenance.get('dataset', 'saved')
@@ -179,12 +180,6 @@ def from_checkpoints(settings: Settings) -> Results:
         progress.update(1)
     results[name] = _evaluate(name, data, **settings.fits)
   return results
-
-
-def _rows(source: str, split: str | None = None) -> rows_lib.Rows:
-  """The rows of a source; features of a file stay on disk where its format allows that."""
-  found = runs.sources.rows_or_file(source, split)
-  return rows_lib.read(found, mapped=True) if isinstance(found, str) else found
 
 
 def _split(source: str, rows: rows_lib.Rows) -> fewshot.Split:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy as np
 from het_plugin import estimators, measures, reporting, runs
 from het_plugin.cli.settings import Batches, Gin, Repeated, ReportFolder
 from het_plugin.commands import evaluate
-from het_plugin.commands._rows import files_of, read
+from het_plugin.commands._rows import read
 from het_plugin.commands.probe import targets_of
 from het_plugin.evaluation.names import short_names
 from het_plugin.measures import votes
@@ -91,10 +90,7 @@ def run(settings: Settings) -> reporting.Report:
   if settings.checkpoint:
     settings.join()
     return of_runs(settings, fits)
-  source = runs.sources.rows_or_file(settings.train, 'train')
-  if isinstance(source, str) and Path(source).is_dir():
-    source = files_of(Path(source))[0]
-  rows, name = read(source, 'the rows')
+  rows, name = read(settings.train or '', 'the rows', 'train')
   y, _, target = targets_of(rows, settings.target)
   fits = {**_FITS_OF_ROWS, **fits, 'C': settings.C, 'target': target}
   return make_report({'rows': estimators.noise_gain.noise_test(rows.features, y, **fits)}, name)
@@ -144,13 +140,8 @@ def of_runs(settings: Settings, fits: Mapping[str, Any]) -> reporting.Report:
   """
   configs = [runs.configuration(source, *settings.gin) for source in settings.checkpoint]
   for config in configs:
-    path = config.checkpoint.path
-    if config.checkpoint.step is None:
-      raise ValueError(
-        f'--checkpoint={path} is a published file, whose head is not trained: --train takes its '
-        'representations'
-      )
-    check_run(path, config.argument('model'))
+    config.checkpoint.check_trained(hint='--train takes its representations')
+    check_run(config.checkpoint.path, config.argument('model'))
   task, split = evaluate.task_and_split(settings.dataset, settings.split, configs)
   limits = settings.chosen('batch_size', 'max_examples')
   found = {

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from het_plugin import data, measures, reporting, runs, weights
+from het_plugin import data, measures, reporting, runs
 from het_plugin.cli.settings import Batches, Gin, JsonFile
-from het_plugin.rows import Rows, read
+from het_plugin.rows import Rows, files, read
 from het_plugin.rows.files import reading
 from het_plugin.system.ranges import Count
 
@@ -55,20 +55,19 @@ def run(settings: Settings) -> reporting.Report:
   checkpoint = settings.checkpoint
   if not checkpoint:
     raise ValueError('--checkpoint is needed')
-  if weights.is_weights_file(checkpoint):
-    if settings.dataset:
-      raise ValueError(
-        f'--checkpoint={checkpoint} is a file: with --dataset it must be the directory of a run. A '
-        'file of predictions goes without --dataset.'
-      )
-    settings.refuse(('batch_size', 'gin_file', 'gin_bindings'), 'a file of predictions')
+  if files.is_file(checkpoint):
+    settings.refuse(
+      ('dataset', 'batch_size', 'gin_file', 'gin_bindings'), f'{checkpoint}, a file of predictions'
+    )
     found = most_probable(read(checkpoint, 'log_prob'), settings.top)
   else:
     if not settings.dataset:
       raise ValueError(f'--dataset is needed for the run --checkpoint={checkpoint}')
     images = Images(settings.dataset)  # before the model: its path may be wrong
     settings.join()
-    opened = runs.open_run(checkpoint, *settings.gin)
+    source = runs.Checkpoint.find(checkpoint)
+    source.check_trained()
+    opened = runs.open_run(source, *settings.gin)
     found = predict(opened, images, settings.top, settings.batch_size)
   return reporting.Report(
     title='Predictions',

@@ -27,7 +27,7 @@ import numpy as np
 
 from het_plugin import estimators, evaluation, measures, reporting, runs
 from het_plugin.cli.settings import ResultFiles
-from het_plugin.commands._rows import FileOrArrays, RowsSettings, files_of, read
+from het_plugin.commands._rows import RowsSettings, TextOrArrays, read
 from het_plugin.estimators.settings import GridSettings, part
 from het_plugin.evaluation.names import task_name
 from het_plugin.measures import votes
@@ -74,10 +74,8 @@ def run(settings: Settings) -> reporting.Report:
     splits = settings.splits or _usual_splits(settings.dataset)
     train, *others = settings.represented('het_plugin.probe', splits)
     test = others[0] if others else None
-  train = runs.sources.rows_or_file(train, 'train')
-  test = test and runs.sources.rows_or_file(test)
-  ood = settings.ood and runs.sources.rows_or_file(settings.ood)
-  return probe(train, test or None, part(settings, GridSettings), ood, settings.unfinished)
+  fits = part(settings, GridSettings)
+  return probe(train or '', test or None, fits, settings.ood, settings.unfinished)
 
 
 def _usual_splits(dataset: str) -> list[str]:
@@ -102,10 +100,10 @@ class Outcome:
 
 
 def probe(
-  train: FileOrArrays,
-  test: FileOrArrays | None,
+  train: TextOrArrays,
+  test: TextOrArrays | None,
   settings: GridSettings,
-  ood: FileOrArrays | None = None,
+  ood: TextOrArrays | None = None,
   unfinished: Path | None = None,
 ) -> reporting.Report:
   """Fits the heads to representations.
@@ -118,9 +116,9 @@ def probe(
       (150, 2)
 
   Args:
-    train: a file (`rows.read`), or features [N, D], which may be a memory map, and class ids [N];
-      or `Rows`; or without `test` a folder of `represent`, whose files train and test are taken.
-    test: a file or arrays for the test rows; None uses folds of `train`.
+    train: what `open_source` takes, or features [N, D], which may be a memory map, and class ids
+      [N]; or `Rows`. Without `test`, both files of a folder of `represent` are taken.
+    test: the same of the test rows; None uses folds of `train`.
     settings: settings of the comparison.
     ood: rows of another distribution, whose confidence is compared with that of the test rows.
     unfinished: a folder from which stopped fits go on (`resuming.kept`); None keeps nothing.
@@ -131,9 +129,9 @@ def probe(
   Raises:
     ValueError: a file or a setting is wrong.
   """
-  if test is None and isinstance(train, str) and Path(train).is_dir():
-    train, test = files_of(Path(train))
-  train_rows, train = read(train, 'the training rows')
+  if test is None and isinstance(train, str):
+    train, test = runs.sources.halves(train)
+  train_rows, train = read(train, 'the training rows', 'train')
   test_rows, test = (None, None) if test is None else read(test, 'the test rows')
   if test_rows is not None and test is not None:
     check_pair((train, test), (train_rows.meaning, test_rows.meaning))

@@ -85,11 +85,7 @@ def run(settings: Settings) -> reporting.Report:
 
   found = [runs.Checkpoint.find(source) for source in checkpoint]
   for source in found:
-    if source.step is None:
-      raise ValueError(
-        f'--checkpoint={source.path} is a published file, whose head is not trained: give the '
-        'directory of a run'
-      )
+    source.check_trained()
   config = runs.configuration(found[0], *settings.gin)
   opened = config.open()
   for source, other in zip(checkpoint[1:], found[1:], strict=True):

@@ -229,16 +229,10 @@ def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) ->
       f'hidden_layers={estimator.model_.hidden_layers} cannot be written to a run, which has no '
       'layers between backbone and head: fit without them'
     )
-  if not isinstance(backbone, dict):
-    if hasattr(backbone, 'read_params'):
-      backbone = backbone.read_params()
-    elif weights.is_weights_file(backbone):
-      backbone = weights.read_arrays(backbone)
-    else:
-      raise ValueError(
-        f'backbone={str(backbone)!r} must be a file of weights (.npz, .safetensors), or of a run '
-        f'runs.configuration({str(backbone)!r})'
-      )
+  if hasattr(backbone, 'read_params'):
+    backbone = backbone.read_params()
+  elif not isinstance(backbone, dict):
+    backbone = weights.read_arrays(backbone)
   found = {name: x for name, x in backbone.items() if name.startswith('backbone/')}
   if not found:
     raise ValueError('the backbone has no parameters under backbone/')

@@ -63,7 +63,7 @@ def knn_accuracy(
   if metric == 'euclidean':
     mean = x.mean(axis=0)  # the search multiplies out |a - b|^2, which is exact near 0
   if test is not train:
-    queries = test.x - mean
+    queries = test.x.astype(np.float64) - mean
   search = NearestNeighbors(algorithm='brute', metric=metric).fit(x - mean)
   # Without queries, these are the neighbours of each training row, which is not its own.
   labels = train_y[search.kneighbors(queries, max(ks), return_distance=False)]

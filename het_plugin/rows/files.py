@@ -244,7 +244,7 @@ def _arrays(path: str, column: str, mapped: bool) -> dict[str, np.ndarray]:
     return _read_npy(path)
   if path.endswith('.parquet'):
     return _read_parquet(path)
-  if not weights.is_weights_file(path):
+  if not path.endswith(weights.files.SUFFIXES):
     npy = ', .npy' if column == 'features' else ''
     raise ValueError(f'a file with {column} must end in .npz, .safetensors{npy} or .parquet')
   if mapped and path.endswith('.safetensors') and epath.Path(path).exists():

@@ -53,6 +53,11 @@ class Checkpoint:
     step = checkpoint_reader.step_of(found)
     return cls(str(found), step, checkpoint_reader.intact_record(found))
 
+  def check_trained(self, flag: str = '--checkpoint', hint: str = 'give that of a run') -> None:
+    """Raises ValueError for a published file; the error names the flag, and a hint."""
+    if self.step is None:
+      raise ValueError(f'{flag}={self.path} is a published file, whose head is not trained: {hint}')
+
   @functools.cached_property
   def config(self) -> epath.Path | None:
     """The file with the configuration that it was trained with, which may be missing; None for a

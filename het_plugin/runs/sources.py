@@ -8,6 +8,7 @@
 A text is one of these, and :SPLIT may follow it:
 
     a file of rows         .npz, .safetensors, .parquet, or FEATURES.npy,LABELS.npy
+    representations        a folder of `represent`: its file of the split
     a run, a checkpoint    a folder, also one of t5x; the rows are of the task that it trained on
     a task                 its images, as a baseline: their pixels are the features
 """
@@ -18,6 +19,7 @@ import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,25 +29,27 @@ from het_plugin import rows as rows_lib
 from het_plugin.data import tasks
 from het_plugin.rows import Rows, files
 from het_plugin.runs.opening import GinSettings, configuration
-from het_plugin.runs.run import default_split
+from het_plugin.runs.run import TEST_SPLITS, default_split
 from het_plugin.system import temporary
 from het_plugin.training import checkpoint_reader
 
 NO_GIN: GinSettings = ((), (), ('.',))
 MAX_SIDE = 32  # pixels of the images of a task
 _SPLIT = re.compile(r'(?P<path>.+):(?P<split>\w+(\[.*\])?)')
+_SHARD = re.compile(r'-\d+-of-(\d+)')
+_WRITTEN = ('.safetensors', '.npz')  # by `represent`
 _BATCH_SIZE = 256
 
 
 class Source(Protocol):
-  """Rows that one text names."""
+  """Rows that one text names; features of files stay there, with their type, where they can."""
 
   def rows(self, split: str | None = None, columns: Sequence[str] = ('features',)) -> Rows:
     """The rows of a split, of a model ascending by example id; every process calls it.
 
     Args:
       split: which split, where the text names none; None for the whole file, and for the split of a
-        run or of a task that is evaluated on.
+        folder, a run or a task that is evaluated on.
       columns: see `Run.rows`; of a file the first one is what it must have.
 
     Raises:
@@ -71,7 +75,9 @@ def open_source(text: str, gin_settings: GinSettings = NO_GIN) -> Source:
       f'{path} is a published file, which has no rows and names no task: give --checkpoint={path} '
       'and --dataset=TASK'
     )
-  if os.path.isdir(path) and _holds_checkpoint(path):
+  if os.path.isdir(path):
+    if not (os.path.isdir(f'{path}/state') or checkpoint_reader.steps(path)):
+      return _Folder(path, split)
     gin_files, bindings, search_paths = map(tuple, gin_settings)
     return _OfRun(path, split, (gin_files, bindings, search_paths))
   # A task such as tfds:NAME has a colon itself.
@@ -80,8 +86,8 @@ def open_source(text: str, gin_settings: GinSettings = NO_GIN) -> Source:
       tasks.get_task(name)
       return _OfTask(text, name, part)
   raise ValueError(
-    f'{text} is neither a file of rows ({", ".join(files.SUFFIXES)}), nor the folder of a run or a '
-    'checkpoint, nor a task'
+    f'{text} is neither a file of rows ({", ".join(files.SUFFIXES)}), nor the folder of '
+    'representations, of a run or a checkpoint, nor a task'
   )
 
 
@@ -91,7 +97,45 @@ class _File:
 
   def rows(self, split: str | None = None, columns: Sequence[str] = ('features',)) -> Rows:
     del split  # the text has it
-    return files.read(self.text, columns[0])
+    return files.read(self.text, columns[0], mapped=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Folder:
+  path: str
+  split: str | None
+
+  def rows(self, split: str | None = None, columns: Sequence[str] = ('features',)) -> Rows:
+    train, test = (self._of(self.split), None) if self.split else self.halves()
+    path = train if split == 'train' or test is None else test
+    return files.read(path, columns[0], mapped=True)
+
+  def halves(self) -> tuple[str, str | None]:
+    """The files train and test, or else validation; or the only file."""
+    found = self._files()
+    return (found[0], None) if len(found) == 1 else (self._of('train'), self._of(*TEST_SPLITS))
+
+  def _of(self, *splits: str) -> str:
+    """The file of the first of the splits that has one."""
+    found = self._files()
+    named = {x: [file for file in found if _name(file) == x] for x in splits}
+    if len(chosen := next(filter(None, named.values()), [])) != 1:
+      raise ValueError(
+        f'{self.path} must have one .safetensors or .npz file, or one named {" or ".join(splits)}; '
+        f'it has {", ".join(found) or "none"}: name a file'
+      )
+    return chosen[0]
+
+  def _files(self) -> list[str]:
+    """All but those of an unfinished split; several files that are one split have one name."""
+    paths = (x for suffix in _WRITTEN for x in Path(self.path).rglob(f'[!.]*{suffix}'))
+    paths = (x for x in paths if not x.parent.name.startswith('.'))
+    return sorted({str(x.with_name(_SHARD.sub(r'-*-of-\1', x.name))) for x in paths})
+
+
+def _name(file: str) -> str:
+  """The name of a split from that of its file, or of its shards."""
+  return Path(file).stem.partition('-*')[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,12 +207,7 @@ def _described(rows: Rows, task: str, split: str, about: Mapping[str, Any]) -> R
   return dataclasses.replace(rows, class_names=names, provenance=about)
 
 
-def rows_or_file(text: str, split: str | None = None) -> str | Rows:
-  """The text of a file of rows or of a folder of `represent`, which stay on disk; else its rows."""
-  if files.is_file(text) or (os.path.isdir(text) and not _holds_checkpoint(text)):
-    return text
-  return open_source(text).rows(split)
-
-
-def _holds_checkpoint(path: str) -> bool:
-  return os.path.isdir(f'{path}/state') or bool(checkpoint_reader.steps(path))
+def halves(text: str) -> tuple[str, str | None]:
+  """The files train and test of a folder of representations; else the text itself, and None."""
+  source = open_source(text)
+  return source.halves() if isinstance(source, _Folder) else (text, None)

@@ -19,6 +19,7 @@ from het_plugin.estimators import DetClassifier, lbfgs, resuming
 from het_plugin.estimators import probe as grid
 from het_plugin.estimators.probe import choose
 from het_plugin.estimators.settings import GridSettings
+from het_plugin.runs import sources
 from het_plugin.system import exit_codes, stopping
 from tests.waiting import wait_for
 
@@ -244,10 +245,11 @@ def test_a_folder_of_represent(few, tmp_path):
   assert row['nll'] == expected['nll']
   validation = tmp_path / 'pre_logits/validation.npz'  # of a folder of images
   (tmp_path / 'pre_logits/test.npz').rename(validation)
-  assert probe.files_of(tmp_path) == (str(tmp_path / 'pre_logits/train.npz'), str(validation))
+  found = str(tmp_path / 'pre_logits/train.npz'), str(validation)
+  assert sources.halves(str(tmp_path)) == found
   validation.rename(tmp_path / 'pre_logits/test.npz')
   (tmp_path / 'pre_logits/train.npz').rename(validation)
-  message = 'one named test or validation; it has .*/test.npz, .*/validation.npz'
+  message = 'one named train; it has .*/test.npz, .*/validation.npz'
   with pytest.raises(ValueError, match=message):
     probe.probe(str(tmp_path), None, settings())
   (tmp_path / 'pre_logits/test.npz').unlink()

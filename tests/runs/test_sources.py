@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from het_plugin import rows, runs, weights
-from het_plugin.commands import fewshot, probe
+from het_plugin.commands import fewshot, probe, select
 from het_plugin.runs.sources import open_source
 
 
@@ -42,13 +42,27 @@ def test_a_task_is_a_source_of_pixels(run_main):
   assert 'digits' in run_main(fewshot, '--train=digits', '--test=digits', *shots)
 
 
+def test_a_folder_of_represent_is_a_source(tmp_path, run_main):
+  x = np.eye(6, 3, dtype=np.float16)
+  for split, label in {'train': 0, 'validation': 1}.items():
+    found = rows.Rows({'features': x}, np.full((6, 1), label), np.arange(6))
+    (tmp_path / 'pre_logits').mkdir(exist_ok=True)
+    rows.write(tmp_path / f'pre_logits/{split}.safetensors', found)
+  folder = str(tmp_path)
+  assert open_source(folder).rows('train').label.tolist() == [0] * 6
+  assert open_source(folder).rows().label.tolist() == [1] * 6
+  assert open_source(f'{folder}:validation').rows('train').label.tolist() == [1] * 6
+  assert 'RankMe' in run_main(select, 'knn', f'--train={folder}', '--metric=cosine')
+  with pytest.raises(ValueError, match='or one named test; it has .*validation.safetensors: name'):
+    open_source(f'{folder}:test').rows()
+
+
 def test_what_is_no_source(tmp_path):
   path = str(tmp_path / 'vit.npz')
   weights.write_arrays(path, {'head/kernel': np.ones((2, 3), np.float32)})
   for text, words in {
     path: 'is a published file, which has no rows',
     f'{tmp_path}/absent.npz': 'absent.npz does not exist',
-    str(tmp_path): 'neither a file of rows',
     'digts': 'neither a file of rows',
   }.items():
     with pytest.raises(ValueError, match=words):
