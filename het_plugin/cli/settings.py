@@ -69,8 +69,10 @@ class CommandSettings:
     """Defines a flag for each field; the module of the class that has the field is its module."""
     hints = typing.get_type_hints(cls, include_extras=True)
     defaults = {field.name: field.default for field in cls._flags()}
+    helps: dict[str, str] = {}
+    for owner in reversed(cls.mro()):
+      helps |= _helps(owner.__doc__ or '')
     for owner in cls.mro():
-      helps = _helps(owner.__doc__ or '')
       for name in inspect.get_annotations(owner):
         if name in defaults:
           flag = _Kind.of(hints[name]).flag(name, defaults.pop(name), helps.get(name, ''))

@@ -33,7 +33,7 @@ from het_plugin import estimators, evaluation, measures, reporting, weights
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import OneOf, ResultFiles
 from het_plugin.commands._rows import RowsSettings, TextOrArrays, read
-from het_plugin.estimators.settings import ROUNDS, GridSettings
+from het_plugin.estimators.settings import ROUNDS, Grid, GridSettings, part
 from het_plugin.rows import files, shards
 from het_plugin.system.flag_values import HEADS
 from het_plugin.system.ranges import Count
@@ -48,20 +48,14 @@ _OF_FITS = ('head', 'C', 'C_noise', 'num_factors', 'rounds', 'folds', 'max_iter'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(RowsSettings, ResultFiles):
+class Settings(RowsSettings, Grid, ResultFiles):
   """Which labels are audited, and how.
 
   Attributes:
     dataset: The task to represent, or of the rows of --train.
     split: Split of --dataset.
     head: The head to fit.
-    C: Inverse strength of the regularisation, as in scikit-learn.
-    C_noise: Inverse strength of the regularisation of the noise, or auto.
-    num_factors: R.
     rounds: Largest number of rounds. From the second one on, the head is fitted to what was found.
-    folds: Folds of the rows.
-    max_iter: Largest number of iterations of a fit.
-    seed: Seed of the folds and of the initial values.
     csv: Where to write a line per example; as Parquet if it ends in .parquet.
     suggest: Where to write the rows with suggested labels; with --dataset also a table: for
       image_folder:PATH it is PATH/labels.csv, which a training of PATH reads, and parquet:PATH and
@@ -73,13 +67,9 @@ class Settings(RowsSettings, ResultFiles):
   dataset: str | None = None
   split: str = 'train'
   head: Annotated[str, OneOf(HEADS)] = 'det'
-  C: tuple[float, ...] = (1,)
   C_noise: tuple[float | Literal['auto'], ...] = (0.1,)
   num_factors: tuple[Count, ...] = (4,)
   rounds: Count = ROUNDS
-  folds: Annotated[int, '[2, inf)'] = 5
-  max_iter: Count = 500
-  seed: Annotated[int, '[0, inf)'] = 0
   csv: str | None = None
   suggest: str | None = None
   pred_probs: str | None = None
@@ -88,8 +78,7 @@ class Settings(RowsSettings, ResultFiles):
   @property
   def fits(self) -> GridSettings:
     """Settings of the fits."""
-    same = self.chosen('C', 'C_noise', 'num_factors', 'folds', 'max_iter', 'seed')
-    return GridSettings((self.head,), **same)
+    return GridSettings((self.head,), **vars(part(self, Grid)))
 
 
 def run(settings: Settings) -> reporting.Report:

@@ -3,13 +3,13 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from het_plugin.system.flag_values import HEADS, NO_FLAG
 from het_plugin.system.ranges import Count
 
 ROUNDS = 10  # of an audit
-_Settings = TypeVar('_Settings', 'FitSettings', 'GridSettings')
+_Settings = TypeVar('_Settings', 'FitSettings', 'Grid', 'GridSettings')
 
 # scikit-learn reads the parameters of an estimator from the signature of `__init__`. It compares
 # and prints estimators itself.
@@ -30,53 +30,32 @@ class FitSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GridSettings:
-  """What heads are fitted with, and how they are compared.
+class Grid:
+  """Fits to folds of rows over a grid, from which held-out labels choose (`probe.choose`).
 
   If there are several values of C_noise, 0 (no noise) is one of them. 'auto', alone, is no grid:
-  every fit chooses on rows of its own (`HetClassifier`). The grid is that of `probe.choose`.
+  every fit chooses on rows of its own (`HetClassifier`).
 
   Attributes:
-    heads: Heads to fit: det, het, het_h, het_xl.
-    baseline: The head to compare with. Default: the first.
     C: Inverse strength of the regularisation, as in scikit-learn.
     C_noise: Inverse strength of the regularisation of the noise; auto: every fit chooses it.
     num_factors: R, for heads with noise.
-    tau: Temperatures: numbers, learned or validation.
-    hidden_layers: Widths of layers below the heads. Default: none.
-    folds: Folds of the training rows, without --test.
-    validation: Share of the training rows that chooses from a grid.
-    num_samples: S, for a softmax with noise.
-    tol: A fit ends when its gradient is this small.
-    max_iter: Largest number of iterations.
+    folds: Folds of the training rows.
+    max_iter: Largest number of iterations of a fit.
     seed: Seed of the folds and of the initial values.
-    target: votes: the labels of a row are votes.
-    mesh: DATA,MODEL: devices that split rows and classes.
-    solver: of the estimators.
-    progress: whether each fit longer than two seconds shows how far it is: a bar on a terminal,
-      elsewhere a line every ten seconds.
   """
 
-  heads: tuple[str, ...] = dataclasses.field(default=('det', 'het_xl'), kw_only=False)
-  baseline: str | None = None
   C: tuple[float, ...] = (1,)
   C_noise: tuple[float | Literal['auto'], ...] = ('auto',)
   num_factors: tuple[Count, ...] = (8,)
-  tau: tuple[float | Literal['learned', 'validation'], ...] = (1,)
-  hidden_layers: tuple[Count, ...] = ()
   folds: Annotated[int, '[2, inf)'] = 5
-  validation: float = 0.1
-  num_samples: Count = 64
-  tol: float = 1e-4
   max_iter: Count = 500
   seed: Annotated[int, '[0, inf)'] = 0
-  target: Literal['auto', 'votes'] = 'auto'
-  mesh: tuple[Count, Count] | None = None
-  solver: str = dataclasses.field(default='auto', metadata=NO_FLAG)
-  progress: bool = dataclasses.field(default=True, metadata=NO_FLAG)
+
+  _lists: ClassVar[tuple[str, ...]] = ('C', 'C_noise', 'num_factors')
 
   def __post_init__(self):
-    for flag in ('heads', 'C', 'C_noise', 'tau', 'num_factors'):
+    for flag in self._lists:
       values = getattr(self, flag)
       if values is None or isinstance(values, (str, int, float)):
         raise ValueError(f'{flag}={values!r} must be a list: [{values!r}]')
@@ -87,6 +66,45 @@ class GridSettings:
         f'--C_noise={",".join(map(str, self.C_noise))}: auto chooses from values of its own, and '
         'must be the only one'
       )
+    if self.folds < 2:
+      raise ValueError(f'--folds={self.folds} must be at least 2')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GridSettings(Grid):
+  """What heads are fitted with, and how they are compared.
+
+  Attributes:
+    heads: Heads to fit: det, het, het_h, het_xl.
+    baseline: The head to compare with. Default: the first.
+    tau: Temperatures: numbers, learned or validation.
+    hidden_layers: Widths of layers below the heads. Default: none.
+    validation: Share of the training rows that chooses from a grid.
+    num_samples: S, for a softmax with noise.
+    tol: A fit ends when its gradient is this small.
+    target: votes: the labels of a row are votes.
+    mesh: DATA,MODEL: devices that split rows and classes.
+    solver: of the estimators.
+    progress: whether each fit longer than two seconds shows how far it is: a bar on a terminal,
+      elsewhere a line every ten seconds.
+  """
+
+  heads: tuple[str, ...] = dataclasses.field(default=('det', 'het_xl'), kw_only=False)
+  baseline: str | None = None
+  tau: tuple[float | Literal['learned', 'validation'], ...] = (1,)
+  hidden_layers: tuple[Count, ...] = ()
+  validation: float = 0.1
+  num_samples: Count = 64
+  tol: float = 1e-4
+  target: Literal['auto', 'votes'] = 'auto'
+  mesh: tuple[Count, Count] | None = None
+  solver: str = dataclasses.field(default='auto', metadata=NO_FLAG)
+  progress: bool = dataclasses.field(default=True, metadata=NO_FLAG)
+
+  _lists = ('heads', 'C', 'C_noise', 'tau', 'num_factors')
+
+  def __post_init__(self):
+    super().__post_init__()
     if unknown := [name for name in self.heads if name not in HEADS]:
       raise ValueError(
         f'--heads={",".join(self.heads)}: {unknown[0]} is unknown; choose from {", ".join(HEADS)}'
@@ -95,8 +113,6 @@ class GridSettings:
       raise ValueError(f'--baseline={self.baseline} must be one of --heads={",".join(self.heads)}')
     if self.target not in ('auto', 'votes', 'probabilities'):  # of labels with weights
       raise ValueError(f"--target={self.target} must be 'auto' or 'votes'")
-    if self.folds < 2:
-      raise ValueError(f'--folds={self.folds} must be at least 2')
     if not 0 < self.validation < 1:
       raise ValueError(f'--validation={self.validation} must be a share in (0, 1)')
     if not self.tol > 0:
