@@ -93,7 +93,7 @@ class Outcome:
   fold: np.ndarray
   chosen: Sequence[dict[str, Any]]
   seconds: float
-  unfinished: int
+  not_converged: int
   left_out: int
   agreement: dict[str, float]
   price: float
@@ -179,9 +179,9 @@ def probe(
     'regularisation, p / (2N).',
   ]
   notes += [
-    f'{x.head}: {x.unfinished} of its fits have not converged; raise --max_iter.'
+    f'{x.head}: {x.not_converged} of its fits have not converged; raise --max_iter.'
     for x in outcomes
-    if x.unfinished
+    if x.not_converged
   ]
   if first.left_out:
     notes.append(f'Rows left out, because no other fold has their class: {first.left_out}.')
@@ -251,7 +251,7 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
   parts = []
   folds = []
   chosen = []
-  unfinished = 0
+  not_converged = 0
   left_out = 0
   agreements = []
   for number, (fitted, known) in enumerate(splits):
@@ -274,7 +274,7 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
       agreements.append(measures.agreement.summarize(people, ood_log_p))
     folds.append(np.full(len(known), number))
     chosen.append(point)
-    unfinished += failures
+    not_converged += failures
   seconds = time.perf_counter() - start
   return Outcome(
     head,
@@ -282,7 +282,7 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
     np.concatenate(folds),
     chosen,
     seconds,
-    unfinished,
+    not_converged,
     left_out,
     {name: float(np.mean([x[name] for x in agreements])) for name in (agreements or [{}])[0]},
     estimators.probe.price(estimators.probe.num_noise_params(estimator), len(fitted)),

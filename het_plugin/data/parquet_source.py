@@ -290,10 +290,13 @@ class ParquetSource:
     self._has_label = _has_label(values, labels)
     # A row without a label stands here for one that has one; its image is masked.
     rows = np.where(self._has_label, np.arange(len(labels)), np.argmax(self._has_label))
+    table = self._files.settings.get('labels')
+    own = ('weight',) if table else ()  # of an image to which the table gives a label
+    arrays = {name: array if name in own else array[rows] for name, array in arrays.items()}
     num_classes, self._labels, annotators = array_source.labels_of(
-      self._files.name, {name: array[rows] for name, array in arrays.items()}, names, len(rows)
+      self._files.name, arrays, names, len(rows)
     )
-    if table := self._files.settings.get('labels'):
+    if table:
       of_files = self._files.paths, self._files.file_starts
       named, _ = relabel(table, self._labels, *of_files, names, num_classes)
       self._has_label[named] = True

@@ -137,18 +137,18 @@ def in_rounds(
     return rows.close().fit()
 
   for number in range(1, rounds + 1):
-    fitted, of_folds, unfinished = _fit(features, truth, splits, of_folds, fitted, number)
+    fitted, of_folds, failures = _fit(features, truth, splits, of_folds, fitted, number)
     now = confusions(fitted)
     found = measure.of_votes(now, error=False)
     gain = best[0][0].nll - found.nll if best else np.inf
     if gain > 0:
-      best = [(found, unfinished, number)]
+      best = [(found, failures, number)]
       of_best = fitted
     waited = 0 if gain > _GAIN else waited + 1
     if waited == _PATIENCE or number == rounds:
       break
     truth = targets.Targets('probabilities', np.arange(len(classes)), _sharpened(now))
-  found, unfinished, number = best[0]
+  found, failures, number = best[0]
   if now is None or of_best is not fitted:
     now = confusions(of_best)
   found = dataclasses.replace(found, share_error=measure.share_error(now, found.wrong))
@@ -156,7 +156,7 @@ def in_rounds(
     parts = _predicted(features, splits, of_best, len(classes))
     _write_probs(pred_probs, parts, len(y), classes, num_classes or len(classes))
   found = dataclasses.replace(found, suggested=classes[found.suggested], ids=classes)
-  return found, unfinished, number
+  return found, failures, number
 
 
 def _sharpened(fitted: truths.Confusions) -> np.ndarray:
@@ -245,8 +245,8 @@ def _fit(features, truth, splits, of_folds, before, number):
     head = settings.heads[0]
     near = starts.Near(last.params_, {}) if last is not None and head == 'det' else None
     of_fold = features, truth, fitted, settings, {}, titles
-    estimator, point, unfinished = probe.fit_best(head, *of_fold, near)
-    failures += unfinished
+    estimator, point, count = probe.fit_best(head, *of_fold, near)
+    failures += count
     estimators.append(estimator)
     names = ('C', 'C_noise', 'tau', 'num_factors')
     grid = {name: (point[name],) for name in names if name in point}

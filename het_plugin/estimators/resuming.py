@@ -128,7 +128,8 @@ class _Searches:
     self._waiting: dict[int, _Search] = {}  # to be written
     self._written = time.monotonic()
     there = run_files.read_json(folder / f'{_ABOUT}.json')
-    if there is None and folder.exists():
+    begun = {f'.unfinished.{_ABOUT}.json'}  # what a kill at the start may leave
+    if there is None and folder.exists() and {x.name for x in folder.iterdir()} - begun:
       raise ValueError(f'{folder} is there, and no fit has written it: name another place')
     if there == about:
       numbers = run_files.numbered(folder, '', '.npz')

@@ -667,14 +667,15 @@ def test_a_table_corrects_labels(tmp_path, kind):
 
 def test_a_table_replaces_soft_labels_and_labels_an_image_that_had_none(tmp_path):
   labels = pa.array([[0.5, 0.5], None, [0.25, 0.75]])
-  write_parquet(
-    tmp_path / 'test.parquet', {'image': [encoded(i) for i in (1, 2, 3)], 'label': labels}
-  )
+  images = [encoded(i) for i in (1, 2, 3)]
+  columns = {'image': images, 'label': labels, 'weight': [2.0, 3.0, 4.0]}
+  write_parquet(tmp_path / 'test.parquet', columns)
   (tmp_path / 'labels.csv').write_text('file,label\ntest.parquet[1],1\ntest.parquet[2],0\n')
   levels, found = read(f'parquet:{tmp_path}?labels={tmp_path}/labels.csv', 'test', [0, 1, 2])
   assert levels == [1, 2, 3]
   np.testing.assert_array_equal(found['label_weight'], [[0.5, 0.5], [1, 0], [1, 0]])
   np.testing.assert_array_equal(found['label'][1:], [[1, -1], [0, -1]])
+  np.testing.assert_array_equal(found['weight'], [2, 3, 4])
 
 
 def test_a_file_that_is_not_there_and_a_server_that_is_gone(tmp_path, server, monkeypatch):

@@ -187,6 +187,10 @@ def test_a_stopped_probe_goes_on(few, tmp_path, monkeypatch, capsys, solver, eve
   found.written()
   assert not folder.exists()
   folder.mkdir()
+  (folder / '.unfinished.about.json').touch()  # as a kill leaves it
+  with pytest.raises(exit_codes.Preempted):
+    stopped_after(3)
+  (folder / 'about.json').unlink()
   with pytest.raises(ValueError, match='no fit has written it'):
     stopped_after(3)
   found.written()
