@@ -56,9 +56,7 @@ def run(settings: Settings) -> reporting.Report:
   if not checkpoint:
     raise ValueError('--checkpoint is needed')
   if files.is_file(checkpoint):
-    settings.refuse(
-      ('dataset', 'batch_size', 'gin_file', 'gin_bindings'), f'{checkpoint}, a file of predictions'
-    )
+    settings.refuse(('dataset', 'batch_size', 'gin_file', 'gin_bindings'), 'a file of predictions')
     found = most_probable(read(checkpoint, 'log_prob'), settings.top)
   else:
     if not settings.dataset:

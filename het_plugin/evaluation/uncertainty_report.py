@@ -60,7 +60,6 @@ class Evaluation:
   unknown: uncertainty.Uncertainty | None = None
   looks: Sequence[class_covariance.ClassCovariance] = ()  # class correlations of some images
   no_covariance: str | None = None  # why there are no class correlations; None if there are
-  homoglyphs: Mapping[str, Any] | None = None  # `class_covariance.look_alike_rate`, where known
   agreement: Mapping[str, float] | None = None  # `agreement.summarize`, of a softmax
   # Accuracies on the true classes and the share of wrong labels, where a task knows them.
   truth: Mapping[str, Any] | None = None
@@ -95,8 +94,6 @@ class Evaluation:
       row['truth'] = self.truth
     if self.no_covariance:
       row['no_covariance'] = self.no_covariance
-    if self.homoglyphs:
-      row['homoglyphs'] = self.homoglyphs
     row['covariance'] = [self._look_row(look) for look in self.looks]
     return row
 
@@ -181,14 +178,6 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     tables['labels of several people'] = row['agreement']
   if 'truth' in row:
     tables['true classes'] = row['truth']
-  if 'homoglyphs' in row:
-    rate = row['homoglyphs']
-    tables['most correlated class is a homoglyph'] = {
-      'rate': rate['rate'],
-      'chance': rate['chance'],
-      'images': rate['num_examples'],
-      'stderr': {'rate': rate['stderr']},
-    }
   errors = {name: row['stderr'].get(name) for name in ('nll', 'precision_at_1')}
   return {'name': row['name'], **shown, 'stderr': errors, 'tables': tables}
 
