@@ -102,10 +102,10 @@ class CommandSettings:
   def _flags(cls) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(cls) if not field.metadata.get('no_flag')]
 
-  def refuse(self, names: Sequence[str], beside: str) -> None:
+  def refuse(self, names: Sequence[str], beside: str, verb: str = 'has no effect on') -> None:
     """Raises ValueError if one of the flags is given, which have no effect beside something."""
     if given := [name for name in names if name in self.given]:
-      raise ValueError(f'--{given[0]} has no effect on {beside}')
+      raise ValueError(f'--{given[0]} {verb} {beside}')
 
   def chosen(self, *names: str) -> dict[str, Any]:
     """{name: value} of some settings."""

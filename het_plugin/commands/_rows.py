@@ -13,6 +13,7 @@ from het_plugin.rows import Rows, label_rows
 from het_plugin.system import run_files
 
 TextOrArrays = str | tuple[np.ndarray, np.ndarray] | Rows
+OF_CHECKPOINT = '--checkpoint, whose representations are computed here'
 GIN = ('gin_file', 'gin_bindings', 'gin_search_paths')
 
 
@@ -44,9 +45,9 @@ class RowsSettings(Gin):
       raise ValueError(f'--{files[0]} and --checkpoint cannot go together: set one of them')
     if not (self.train or self.checkpoint and self.dataset):
       raise ValueError('--train is needed, or --checkpoint and --dataset')
-    of_checkpoint = [*of_checkpoint, 'layer', 'output_dir', 'gin_file', 'gin_bindings']
-    if self.train and (given := [name for name in of_checkpoint if name in self.given]):
-      raise ValueError(f'--{given[0]} is for --checkpoint, whose representations are computed here')
+    if self.train:
+      of_checkpoint = [*of_checkpoint, 'layer', 'output_dir', 'gin_file', 'gin_bindings']
+      self.refuse(of_checkpoint, OF_CHECKPOINT, 'is for')
 
   @property
   def unfinished(self) -> Path | None:

@@ -88,8 +88,8 @@ def run(settings: Settings) -> reporting.Report:
   settings.check_rows(['train'], [])
   if 'split' in settings.given and not settings.dataset:
     raise ValueError('--split is for --dataset: a split of a file is --train=F.npz:SPLIT')
-  if settings.head == 'det' and {'C_noise', 'num_factors'} & settings.given:
-    raise ValueError('--C_noise and --num_factors have no effect on --head=det, which has no noise')
+  if settings.head == 'det':
+    settings.refuse(['C_noise', 'num_factors'], '--head=det, which has no noise')
   if suggest and not suggest.endswith(('.csv', *weights.files.SUFFIXES)):
     raise ValueError(f'--suggest={suggest} must end in .npz, .safetensors or .csv')
   if settings.pred_probs:

@@ -36,30 +36,40 @@ from het_plugin.system.ranges import Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(ReportFolder, Gin, Batches):
+class OnTask(Gin, Batches):
+  """Runs, and the examples that they are evaluated on.
+
+  Attributes:
+    checkpoint: A run's directory, or one checkpoint; repeatable.
+    dataset: A task. Default: the task that the run was trained on.
+    split: A split of the task. Default: the split that the run was evaluated on.
+    max_examples: Largest number of examples per split, chosen at random.
+  """
+
+  checkpoint: Repeated[str] = ()
+  dataset: str | None = None
+  split: str | None = None
+  max_examples: Count | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(ReportFolder, OnTask):
   """What is evaluated, and on what.
 
   Attributes:
     checkpoint: A run's directory (its newest checkpoint), one checkpoint, or a file of predictions;
       repeatable.
     predictions: A file of predictions; repeatable.
-    dataset: A task. Default: the task that the run was trained on.
-    split: A split of the task. Default: the split that the run was evaluated on.
     ood_dataset: A task with unknown inputs.
     ood_split: Split of --ood_dataset.
-    max_examples: Largest number of examples per split, chosen at random.
     save_predictions: Writes OUTPUT_DIR/predictions/NAME.npz.
     covariance_images: Number of images to draw class correlations of.
     covariance_index: Example ids to draw instead.
   """
 
-  checkpoint: Repeated[str] = ()
   predictions: Repeated[str] = ()
-  dataset: str | None = None
-  split: str | None = None
   ood_dataset: str | None = None
   ood_split: str | None = None
-  max_examples: Count | None = None
   save_predictions: bool = False
   covariance_images: Annotated[int, '[0, inf)'] = 4
   covariance_index: tuple[int, ...] = ()
@@ -80,10 +90,8 @@ class Settings(ReportFolder, Gin, Batches):
       if self.ood_dataset:
         raise ValueError('--ood_dataset needs a --checkpoint to make its predictions with')
       of_run = 'dataset', 'split', 'save_predictions', 'covariance_index'
-      if given := [name for name in of_run if getattr(self, name)]:
-        raise ValueError(
-          f'--{given[0]} needs a --checkpoint: it has no effect on files of predictions'
-        )
+      of_files = 'a --checkpoint: it has no effect on files of predictions'
+      self.refuse(of_run, of_files, 'needs')
       of_runs = 'gin_file', 'gin_bindings', 'batch_size', 'covariance_images'
       self.refuse(of_runs, 'files of predictions')
 

@@ -28,6 +28,7 @@ import numpy as np
 from het_plugin import evaluation, reporting, runs
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Batches, Gin, OneOf, Repeated, ResultFiles
+from het_plugin.commands._rows import OF_CHECKPOINT
 from het_plugin.evaluation.names import choose_names, naming
 from het_plugin.measures import comparison, fewshot
 from het_plugin.system.ranges import Count
@@ -37,7 +38,7 @@ Results = Mapping[str, Mapping[str, Mapping[float, fewshot.FewShotResult]]]
 Row = Mapping[str, Any]
 _KEY = operator.itemgetter('run', 'dataset', 'shots')
 _SHOWN = ('run', 'dataset', 'shots', 'mean', 'stderr', 'classes_short', 'test_unseen')
-_OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size')  # flags that belong to --checkpoint
+_OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size', 'gin_file', 'gin_bindings')
 # Flags of --train or --checkpoint.
 _OF_FITS = ('protocol', 'classifier', 'draw', 'l2', 'shots', 'fractions', 'seeds')
 
@@ -47,10 +48,9 @@ class Settings(Gin, Batches, ResultFiles):
   """What is compared, and how.
 
   Attributes:
-    train: Representations that shots are drawn from: F.npz, F.safetensors or X.npy,Y.npy;
-      F.npz:SPLIT if it has several; a run, or a task; repeatable.
-    test: Representations to measure accuracies on: F.npz, F.safetensors or X.npy,Y.npy; F.npz:SPLIT
-      if it has several; a run, or a task; repeatable.
+    train: Rows that shots are drawn from: F.npz[:SPLIT], F.safetensors, X.npy,Y.npy, a folder of
+      them, a run or a task; repeatable.
+    test: Rows to measure accuracies on, as --train; repeatable.
     checkpoint: A run's directory, a checkpoint in it, .npz or .safetensors; repeatable.
     datasets: For checkpoints: tasks, .npz files or folders, TASK or NAME=TASK; by default those
       that gin files bind to FewShotAction.datasets, else digits and glyphs_heldout.
@@ -98,9 +98,8 @@ class Settings(Gin, Batches, ResultFiles):
       )
     if not (self.train or self.checkpoint or self.results):
       raise ValueError('--train and --test, --checkpoint, or --results are needed')
-    of_checkpoints = (*_OF_CHECKPOINTS, 'gin_file', 'gin_bindings')
-    if not self.checkpoint and (given := [x for x in of_checkpoints if x in self.given]):
-      raise ValueError(f'--{given[0]} is for --checkpoint, whose representations are computed here')
+    if not self.checkpoint:
+      self.refuse(_OF_CHECKPOINTS, OF_CHECKPOINT, 'is for')
     if not (self.train or self.checkpoint):
       self.refuse(_OF_FITS, '--results alone, which are shown as they are')
     if self.splits is not None and len(self.splits) != 2:

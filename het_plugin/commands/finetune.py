@@ -25,11 +25,11 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from het_plugin import data, evaluation, experiments, reporting, runs, system, weights
 from het_plugin import rows as rows_lib
-from het_plugin.cli.settings import Batches, Gin, OneOf, Repeated, ResultFiles
+from het_plugin.cli.settings import Batches, Repeated
 from het_plugin.commands import evaluate, represent, select
 from het_plugin.data import splits
 from het_plugin.evaluation.names import naming
@@ -38,42 +38,29 @@ from het_plugin.measures.ranking import best_first
 from het_plugin.rows import Rows
 from het_plugin.system import run_files
 from het_plugin.system.flag_values import parse_sweep
-from het_plugin.system.ranges import Count
 
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Gin, Batches, ResultFiles):
+class Settings(select.Choice, Batches):
   """What is fine-tuned, and how the members are chosen.
 
   Attributes:
     checkpoint: Runs, checkpoints or published files, separated by commas; repeatable.
-    names: Names of the candidates. Default: the parts in which their paths differ.
     k: Number of neighbours of the proxy.
-    metric: Distance of neighbours.
     keep: Number of candidates to train, or 'all'.
     sweep: NAME=VALUE,VALUE: values of a gin setting. Every combination is trained. Repeatable.
     split: Split that chooses the members.
     test_split: Split that scores the ensemble.
-    max_members: Largest number of members, repetitions included.
-    replacement: Whether a member may be added again.
     output_dir: Where representations, trained runs and predictions go.
-    png: Where to write the plot.
   """
 
   checkpoint: Repeated[str] = ()
-  names: tuple[str, ...] | None = None
-  k: tuple[Count, ...] = (1,)
-  metric: Annotated[str, OneOf(knn.METRICS)] = 'euclidean'
-  keep: str = '1'
   sweep: Repeated[str] = ()
   split: str = 'validation'
   test_split: str | None = None
-  max_members: Count = 10
-  replacement: bool = True
   output_dir: str | None = None
-  png: str | None = None
 
 
 def run(settings: Settings) -> reporting.Report:
@@ -83,9 +70,7 @@ def run(settings: Settings) -> reporting.Report:
     ValueError: a setting is wrong.
     exit_codes.Preempted: a SystemExit, after SIGTERM; the same call continues.
   """
-  checkpoint = [
-    source for text in settings.checkpoint for source in evaluation.candidates.split_sources(text)
-  ]
+  checkpoint = evaluation.candidates.split_sources(settings.checkpoint)
   k = settings.k
   names = evaluation.candidates.candidate_names(settings.names, checkpoint, flag='checkpoint')
   outside = [x for x in names if Path(x).is_absolute() or '..' in Path(x).parts]
@@ -162,8 +147,7 @@ def run(settings: Settings) -> reporting.Report:
       validation=predict(split),
       test=predict(test_split) if test_split else (),
       names=tuple(trained),
-      max_members=settings.max_members,
-      replacement=settings.replacement,
+      **settings.chosen('max_members', 'replacement'),
     )
   )
   ranking = [f'{names[i]}: {proxy[names[i]]:.4f}' for i in order]

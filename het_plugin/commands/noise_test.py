@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from het_plugin import estimators, measures, reporting, runs
-from het_plugin.cli.settings import Batches, Gin, Repeated, ReportFolder
+from het_plugin.cli.settings import ReportFolder
 from het_plugin.commands import evaluate
 from het_plugin.commands._rows import read
 from het_plugin.commands.probe import targets_of
@@ -32,17 +32,13 @@ _OF_RUNS = ('dataset', 'split', 'batch_size', 'max_examples', 'gin_file', 'gin_b
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(ReportFolder, Gin, Batches):
+class Settings(ReportFolder, evaluate.OnTask):
   """What is tested, and how.
 
   Attributes:
-    train: Representations: F.npz, F.safetensors or X.npy,Y.npy; F.npz:SPLIT if it has several; a
-      run, or a task.
+    train: Rows: F.npz[:SPLIT], F.safetensors, X.npy,Y.npy, a folder of them, a run or a task.
     target: votes: the labels of a row are votes.
     checkpoint: A run's directory, or one checkpoint, whose head is Det; repeatable.
-    dataset: A task. Default: the task that the run was trained on.
-    split: A split of the task. Default: the split that the run was evaluated on.
-    max_examples: Largest number of examples of a run, chosen at random.
     heads: Heads to test, from het, het_h, het_xl.
     C: Inverse strength of the regularisation, as in scikit-learn.
     num_factors: R.
@@ -55,10 +51,6 @@ class Settings(ReportFolder, Gin, Batches):
 
   train: str | None = None
   target: Literal['auto', 'votes'] = 'auto'
-  checkpoint: Repeated[str] = ()
-  dataset: str | None = None
-  split: str | None = None
-  max_examples: Count | None = None
   heads: tuple[str, ...] = HEADS[1:]
   C: float = 1.0
   num_factors: Count = 8

@@ -77,10 +77,8 @@ def run(settings: Settings) -> None:
   if settings.quick and settings.topology.startswith('cpu'):
     raise ValueError(f'--quick is for TPU topologies, not --topology={settings.topology}')
   of_other = ('search',) if settings.grid else ('heads', 'batches', 'samples', 'png')
-  for name in of_other:
-    if name in settings.given:
-      other = 'without' if settings.grid else 'with'
-      raise ValueError(f'--{name} has an effect only {other} --grid')
+  other = 'without' if settings.grid else 'with'
+  settings.refuse(of_other, f'{other} --grid', 'has an effect only')
 
   def save() -> None:
     if settings.json:

@@ -43,17 +43,12 @@ class Settings(RowsSettings, GridSettings, ResultFiles):
   """What is fitted, and to what.
 
   Attributes:
-    train: Representations to fit the heads to: F.npz, F.safetensors or X.npy,Y.npy; F.npz:SPLIT if
-      it has several; a run, or a task.
-    test: Representations to score the heads on: F.npz, F.safetensors or X.npy,Y.npy; F.npz:SPLIT if
-      it has several; a run, or a task.
-    ood: Rows of another distribution, for the AUROC: F.npz, F.safetensors or X.npy,Y.npy;
-      F.npz:SPLIT if it has several; a run, or a task.
+    test: Rows to score the heads on, as --train.
+    ood: Rows of another distribution, for the AUROC, as --train.
     splits: Splits of --dataset to fit to and to score on. Default: train, and test or else
       validation.
   """
 
-  train: str | None = None
   test: str | None = None
   ood: str | None = None
   splits: tuple[str, ...] | None = None
@@ -71,15 +66,12 @@ def run(settings: Settings) -> reporting.Report:
     raise ValueError(f'--splits={",".join(settings.splits)} must be a training and a test split')
   train, test = settings.train, settings.test
   if settings.checkpoint:
-    splits = settings.splits or _usual_splits(settings.dataset)
+    usual = 'train', runs.run.default_split(task_name(settings.dataset or ''))
+    splits = settings.splits or usual
     train, *others = settings.represented('het_plugin.probe', splits)
     test = others[0] if others else None
   fits = part(settings, GridSettings)
   return probe(train or '', test or None, fits, settings.ood, settings.unfinished)
-
-
-def _usual_splits(dataset: str) -> list[str]:
-  return ['train', runs.run.default_split(task_name(dataset))]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -93,8 +93,9 @@ def run(settings: Settings) -> reporting.Report:
   """The files, with their sizes."""
   if settings.arrays is None and not (settings.checkpoint and settings.dataset):
     raise ValueError('--checkpoint and --dataset are needed, or --arrays')
-  if settings.arrays and (given := [name for name in _OF_RUNS if name in settings.given]):
-    raise ValueError(f'--{given[0]} cannot go with --arrays={settings.arrays}, which are features')
+  if settings.arrays:
+    features = f'--arrays={settings.arrays}, which are features'
+    settings.refuse(_OF_RUNS, features, 'cannot go with')
   settings.join()
   result = convert(settings) if settings.arrays else represent(settings)
   return reporting.Report(title='Representations', introduction=table(result['files']), json=result)

@@ -47,24 +47,40 @@ _RANKME = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Gin, ResultFiles):
+class Choice(Gin, ResultFiles):
+  """How candidates are compared, and members of an ensemble chosen.
+
+  Attributes:
+    names: Names of the candidates. Default: the parts in which their paths differ.
+    k: Numbers of neighbours; the first one ranks.
+    metric: Distance of neighbours.
+    keep: Number of candidates to evaluate, or 'all'.
+    max_members: Largest number of members, repetitions included.
+    replacement: Whether a member may be added again.
+    png: Where to write the plot.
+  """
+
+  names: tuple[str, ...] | None = None
+  k: tuple[Count, ...] = (1,)
+  metric: Annotated[str, OneOf(neighbors.METRICS)] = 'euclidean'
+  keep: str = '1'
+  max_members: Count = 10
+  replacement: bool = True
+  png: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Choice):
   """What is compared, and how.
 
   Attributes:
     train: Representations of the training split.
     validation: Predictions for the validation split.
     test: The same files of the test split, in the same order.
-    names: Names of the candidates. Default: the parts in which their paths differ.
-    k: Numbers of neighbours; the first one ranks.
-    metric: Distance of neighbours.
-    keep: Number of candidates to evaluate, or 'all'.
     shots: Examples per class.
     seeds: Seeds of few-shot subsets, one each.
     l2: Few-shot regularisation: 'loo', 'heldout' or a strength.
     max_examples: Most examples of RankMe, chosen at random.
-    max_members: Largest number of members, repetitions included.
-    replacement: Whether a member may be added again.
-    png: Where to write the plot.
   """
 
   takes_words: ClassVar[bool] = True
@@ -72,17 +88,10 @@ class Settings(Gin, ResultFiles):
   train: Repeated[str] = ()
   validation: Repeated[str] = ()
   test: Repeated[str] = ()
-  names: tuple[str, ...] | None = None
-  k: tuple[Count, ...] = (1,)
-  metric: Annotated[str, OneOf(neighbors.METRICS)] = 'euclidean'
-  keep: str = '1'
   shots: tuple[Count, ...] = (1, 5, 10, 25)
   seeds: tuple[int, ...] = (0, 1, 2)
   l2: float | Literal['loo', 'heldout'] = 'loo'
   max_examples: Count = measures.rankme.MAX_EXAMPLES
-  max_members: Count = 10
-  replacement: bool = True
-  png: str | None = None
 
 
 def knn(settings: Settings) -> reporting.Report:
@@ -259,11 +268,8 @@ def run(settings: Settings) -> reporting.Report:
     if readers := ', '.join(name for name, flags in _READ.items() if flag in flags):
       raise ValueError(f'--{flag} has no effect on {measure}: {readers} read it')
   settings.refuse(['gin_file', 'gin_bindings'], f'{measure}, which reads files only')
-  sources = settings.chosen('train', 'validation', 'test')
-  split = {
-    name: tuple(source for text in texts for source in evaluation.candidates.split_sources(text))
-    for name, texts in sources.items()
-  }
+  sources = settings.chosen('train', 'validation', 'test').items()
+  split = {name: evaluation.candidates.split_sources(texts) for name, texts in sources}
   return MEASURES[measure](dataclasses.replace(settings, **split))
 
 

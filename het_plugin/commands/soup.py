@@ -67,9 +67,7 @@ class Settings(Gin, Batches, ResultFiles):
 
 def run(settings: Settings) -> reporting.Report:
   """The uniform and the greedy soup beside the best single candidate."""
-  checkpoint = [
-    source for text in settings.checkpoint for source in evaluation.candidates.split_sources(text)
-  ]
+  checkpoint = evaluation.candidates.split_sources(settings.checkpoint)
   output_dir = settings.output_dir
   split = settings.split
   names = evaluation.candidates.candidate_names(settings.names, checkpoint, flag='checkpoint')

@@ -13,19 +13,18 @@ from het_plugin.measures import votes
 from het_plugin.rows import Rows
 
 
-def split_sources(text: str) -> list[str]:
-  """Splits 'a.npz,X.npy,Y.npy' into ['a.npz', 'X.npy,Y.npy']: labels follow their .npy file.
+def split_sources(texts: Sequence[str]) -> tuple[str, ...]:
+  """Splits ['a.npz,X.npy,Y.npy'] into ('a.npz', 'X.npy,Y.npy'): labels follow their .npy file.
 
   A run whose folder has a comma in its name, as `finetune` makes them, stays whole.
   """
-  if os.path.exists(text):
-    return [text]
   sources = []
-  parts = iter(text.split(','))
-  for part in parts:
-    labels = next(parts, None) if part.endswith('.npy') else None
-    sources.append(part if labels is None else f'{part},{labels}')
-  return sources
+  for text in texts:
+    parts = iter([text] if os.path.exists(text) else text.split(','))
+    for part in parts:
+      labels = next(parts, None) if part.endswith('.npy') else None
+      sources.append(part if labels is None else f'{part},{labels}')
+  return tuple(sources)
 
 
 def candidate_names(

@@ -32,10 +32,10 @@ def test_an_undefined_tau_is_none(proxy, accuracy):
 
 def test_npy_files_keep_their_labels(tmp_path):
   text = 'a.npz,X.npy,Y.npy,b.safetensors,c.npz:train,Z.npy'
-  expected = ['a.npz', 'X.npy,Y.npy', 'b.safetensors', 'c.npz:train', 'Z.npy']
-  assert candidates.split_sources(text) == expected
+  expected = 'a.npz', 'X.npy,Y.npy', 'b.safetensors', 'c.npz:train', 'Z.npy'
+  assert candidates.split_sources([text]) == expected
   (run := tmp_path / 'A=1,B=2').mkdir()
-  assert candidates.split_sources(f'{run}') == [f'{run}']
+  assert candidates.split_sources([f'{run}']) == (f'{run}',)
 
 
 def test_representations_of_the_same_examples(tmp_path):
