@@ -247,13 +247,7 @@ def make_report(
       about = {'run': run, 'dataset': dataset, 'protocol': dict(protocol)}
       rows += [{**about, **x.record()} for x in by_shots.values()]
   # A file may itself have results of earlier calls, with protocols of their own.
-  of_files = {
-    path: [{'protocol': read['protocol'], **row} for row in read['rows']]
-    for path, read in earlier.items()
-  }
-  before = [row for of_file in of_files.values() for row in of_file]
-  used = [(path, row) for path, of_file in of_files.items() for row in of_file]
-  used += [('this call', row) for row in rows]
+  before = [{'protocol': x['protocol'], **row} for x in earlier.values() for row in x['rows']]
   replaced = {*map(_KEY, before)} & {*map(_KEY, rows)}
   rows = [row for row in before if _KEY(row) not in replaced] + rows
   runs = {}
@@ -267,17 +261,13 @@ def make_report(
   of_methods = averages(rows)
   of_pairs = differences(results)
   notes = ['Mean and standard error over draws of the examples.']
-  calls: dict[str, dict[str, list[str]]] = {}  # {settings: {call: runs}}
-  for call, row in used:
+  runs_of: dict[str, dict[str, None]] = {}  # by protocol
+  for row in rows:
     parts = (f'{name} {value}' for name, value in row['protocol'].items())
-    runs_of = calls.setdefault(', '.join(parts).removeprefix('name '), {}).setdefault(call, [])
-    if row['run'] not in runs_of:
-      runs_of.append(row['run'])
-  mixed = {call for call, _ in used if sum(call in of for of in calls.values()) > 1}
-  for settings, of in calls.items():
-    names = (f'{call} ({", ".join(of[call])})' if call in mixed else call for call in of)
-    of = f' of {", ".join(names)}' if len(calls) > 1 else ''
-    notes.append(f'Protocol{of}: {settings}.')
+    runs_of.setdefault(', '.join(parts).removeprefix('name '), {})[row['run']] = None
+  for used, names in runs_of.items():
+    of = f' of {", ".join(names)}' if len(runs_of) > 1 else ''
+    notes.append(f'Protocol{of}: {used}.')
   if replaced:
     names = ', '.join(
       f'{run} on {dataset}, {reporting.shots_text(n)}' for run, dataset, n in sorted(replaced)

@@ -277,18 +277,23 @@ def _figure(png: bytes, caption: str) -> dict[str, reporting.Figure]:
   return {'plot': reporting.Figure(png, caption)}
 
 
+def _labelled(source: str, split: str | None = None) -> tuple[rows_lib.Rows, np.ndarray]:
+  """Rows of a source, and the label of each."""
+  rows = runs.sources.open_source(source).rows(split)
+  with naming(source):
+    return rows, rows.consensus
+
+
 def _measured(name: str, sources: Sequence[str], settings: Settings) -> dict[str, Any]:
   """The row of a candidate in the JSON, from (train, test), or leaving one out from (train,)."""
-  opened = map(runs.sources.open_source, sources)
-  splits = [source.rows(split) for source, split in zip(opened, ('train', None), strict=False)]
   arrays = []
-  for source, split in zip(sources, splits, strict=True):
-    with naming(source):
-      arrays += [split.features, split.consensus]
-  sigma = measures.rankme.singular_values(splits[0].features, settings.max_examples)
+  for source, split in zip(sources, ('train', None), strict=False):
+    rows, y = _labelled(source, split)
+    arrays += [rows.features, y]
+  sigma = measures.rankme.singular_values(arrays[0], settings.max_examples)
   return {
     'candidate': name,
-    'pre_logits_dim': splits[0].features.shape[1],
+    'pre_logits_dim': arrays[0].shape[1],
     'accuracy': neighbors.knn_accuracy(*arrays, ks=settings.k, metric=settings.metric),
     'rankme': measures.rankme.rankme(sigma),
   }
@@ -309,12 +314,8 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
 
 def _few_shot(train: str, test: str, **settings) -> dict[int, fewshot.FewShotResult]:
   """{shots: result} of a candidate."""
-  fit = runs.sources.open_source(train).rows('train')
-  new = runs.sources.open_source(test).rows()
-  with naming(train):
-    y = fit.consensus
-  with naming(test):
-    new_y = new.consensus
+  fit, y = _labelled(train, 'train')
+  new, new_y = _labelled(test)
   return fewshot.few_shot(fit.features, y, new.features, new_y, train_index=fit.index, **settings)
 
 

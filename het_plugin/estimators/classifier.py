@@ -539,13 +539,14 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     """Checked features, and labels as they are. Rows that stay in a file are checked when read."""
     if not fit:
       check_is_fitted(self)
-    X, y = inputs.open_features(X, y)
+    if not isinstance(X, np.ndarray):
+      X, y = inputs.open_features(X, y)
     if inputs.is_mapped(X) and (not fit or inputs.streams(X, self.solver)):
       _check_n_features(self, X, reset=fit)
       return X, y
     if getattr(X, 'ndim', 2) == 1:
       raise ValueError(f'Reshape your data: X has shape {X.shape}, and must be [N, D]')
-    if hasattr(X, 'dtype'):
+    if str(getattr(X, 'dtype', '')) in inputs.HALVES:
       X = inputs.widened(X)
     dtype = [np.float64, np.float32]  # the first is that of integers, which float32 may round
     X = validate_data(self, X, dtype=dtype, reset=fit, ensure_all_finite=False)

@@ -232,7 +232,11 @@ def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) ->
   if hasattr(backbone, 'read_params'):
     backbone = backbone.read_params()
   elif not isinstance(backbone, dict):
-    backbone = weights.read_arrays(backbone)
+    try:
+      backbone = weights.read_arrays(backbone)
+    except ValueError as error:
+      hint = f'that of a run is runs.configuration({str(backbone)!r})'
+      raise ValueError(f'backbone: {error}; {hint}') from error
   found = {name: x for name, x in backbone.items() if name.startswith('backbone/')}
   if not found:
     raise ValueError('the backbone has no parameters under backbone/')

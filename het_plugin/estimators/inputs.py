@@ -14,6 +14,7 @@ from het_plugin.measures import votes
 from het_plugin.rows import Rows, files
 from het_plugin.rows.shards import Joined
 
+HALVES = ('bfloat16', 'float16')  # types of two bytes
 SOLVERS = ('auto', 'lbfgs', 'streamed')
 # Features of more bytes than this in float32 stay on disk under solver='auto'.
 MEMORY_BYTES = 2**31
@@ -84,11 +85,13 @@ def read_rows(x: np.ndarray, rows: slice) -> np.ndarray:
 
 
 def blocks(x: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-  """All rows of x [N, D] in parts that `read_rows` reads, one after the other."""
+  """All rows of x [N, D] in parts, of a file by `read_rows`, one after the other."""
+  is_file = is_mapped(x)
   for start in range(0, len(x), _PART_ROWS):
     part = slice(start, start + _PART_ROWS)
-    yield part, read_rows(x, part)
-    placement.forget_pages(x)
+    yield part, read_rows(x, part) if is_file else x[part]
+    if is_file:
+      placement.forget_pages(x)
 
 
 def parts(rows: np.ndarray, x: np.ndarray) -> Iterator[np.ndarray]:
@@ -100,7 +103,7 @@ def parts(rows: np.ndarray, x: np.ndarray) -> Iterator[np.ndarray]:
 
 def widened(x: np.ndarray) -> np.ndarray:
   """x itself, or as float32 if its numbers have two bytes."""
-  return np.asarray(x).astype(np.float32) if x.dtype.name in ('bfloat16', 'float16') else x
+  return np.asarray(x).astype(np.float32) if x.dtype.name in HALVES else x
 
 
 def check_finite(x: np.ndarray, start: int = 0) -> None:

@@ -115,23 +115,18 @@ def make_blocks(
   `mean` [D] is subtracted from the features. None is as many blocks as the rows need.
   """
   num_blocks = num_blocks or -(-len(x) // size)
-
-  def blocks(values, dtype, shift=None):
+  blocks = {}
+  for name, values in {'x': x, 'target': target, 'weight': weight}.items():
+    dtype = values.dtype if name == 'target' else np.float32
     padded = _aligned((num_blocks * size, *values.shape[1:]), dtype)
     padded[len(values) :] = 0
     rows = padded[: len(values)]
-    if shift is None:
-      np.copyto(rows, values, casting='same_kind')
+    if name == 'x':
+      np.subtract(values, mean, out=rows, casting='same_kind')
     else:
-      np.subtract(values, shift, out=rows, casting='same_kind')
-    return jax.device_put(padded.reshape(num_blocks, size, *values.shape[1:]))
-
-  return Blocks(
-    blocks(x, np.float32, mean),
-    blocks(target, target.dtype),
-    blocks(weight, np.float32),
-    **others,
-  )
+      np.copyto(rows, values, casting='same_kind')
+    blocks[name] = jax.device_put(padded.reshape(num_blocks, size, *values.shape[1:]))
+  return Blocks(**blocks, **others)
 
 
 def _aligned(shape, dtype):

@@ -88,12 +88,8 @@ class Evaluation:
     if self.unknown is not None:
       row['ood'] = uncertainty.detection(self.unknown, self.scores.uncertainty)
       row['num_ood_examples'] = len(self.unknown.entropy)
-    if self.agreement:
-      row['agreement'] = self.agreement
-    if self.truth:
-      row['truth'] = self.truth
-    if self.no_covariance:
-      row['no_covariance'] = self.no_covariance
+    optional = {name: getattr(self, name) for name in ('agreement', 'truth', 'no_covariance')}
+    row |= {name: x for name, x in optional.items() if x}
     row['covariance'] = [self._look_row(look) for look in self.looks]
     return row
 

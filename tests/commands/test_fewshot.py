@@ -122,11 +122,11 @@ def test_earlier_results_side_by_side(files, run_main, tmp_path):
   again = (*pair(files, 'noisy'), '--names=clean', '--shots=5', '--l2=1')
   printed = run_main(fewshot, *results, *again, f'--json={tmp_path / "new.json"}')
   assert '--results: clean on saved, 5 shots.' in printed
-  assert 'noisy.json: loo, ' in printed and 'Protocol of this call: loo, ' in printed
+  assert 'Protocol of noisy: loo, ' in printed and 'Protocol of clean: loo, ' in printed
   rows = json.loads((tmp_path / 'new.json').read_text())['rows']
   assert [(row['run'], row['protocol']['l2']) for row in rows] == [('noisy', 'loo'), ('clean', 1.0)]
   printed = run_main(fewshot, f'--results={tmp_path / "new.json"}')
-  assert 'new.json (noisy): loo, ' in printed and 'new.json (clean): loo, ' in printed
+  assert 'Protocol of noisy: loo, ' in printed and 'Protocol of clean: loo, ' in printed
 
 
 def test_all_examples_and_warnings(files, run_main, tmp_path):

@@ -263,7 +263,7 @@ def test_widths_of_hidden_layers_may_be_an_array(tmp_path):
   with pytest.raises(ValueError, match=r'hidden_layers=\(4, 5\) cannot be written to a run'):
     estimators.to_checkpoint(opened, str(tmp_path / 'x.npz'), {'backbone/x': x})
   opened = estimators.from_head(head, head.init(jax.random.key(0), x)['params'])
-  with pytest.raises(ValueError, match=r"or of a run runs\.configuration\('runs/det'\)"):
+  with pytest.raises(ValueError, match=r"that of a run is runs\.configuration\('runs/det'\)"):
     estimators.to_checkpoint(opened, str(tmp_path / 'x.npz'), 'runs/det')
 
 
