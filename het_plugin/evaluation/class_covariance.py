@@ -75,7 +75,8 @@ def look(
     factors = model.logits(params, batch).factors()[..., :num_classes]  # [B, R + 1, K]
     top_log_prob, top = jax.lax.top_k(log_prob, min(num_top, num_classes))
     label = batch['label'][:, 0]
-    anchor = jnp.where(label < 0, top[:, 0], label)
+    # Not a slice of `top`, for which XLA sorts all classes on a CPU.
+    anchor = jnp.where(label < 0, log_prob.argmax(axis=-1), label)
     among = correlations(factors, top)  # [B, m, K]
     return {
       'image': batch['image'],

@@ -14,6 +14,7 @@ B examples, S samples of T normals, K classes, t of them in a tile, Q noise dime
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,7 @@ from het_plugin.integrate.placement import Placement, bytes_per_device, dims, nu
 # Where the logits of all classes are more than the budget, the arrays of a tile take a half of it.
 TILE_SHARE = 2
 TILE_MULTIPLE = 128  # the width of a TPU's registers
-MAX_BYTES = 2**26
+MAX_BYTES = 2**25  # a C library gives larger blocks back after each step, which takes time
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -470,42 +471,83 @@ def pull_from_tiles(
 Value = Callable[[Tile, Any, Any], jax.Array]  # (tile, constants, arrays) -> [B, t]
 
 
-def of_every_class(
-  tiling: Tiling,
-  value: Value,
-  classes: Classes,
-  *,
-  constants: Any = None,
-  constant_letters: Any = None,
-  arrays: Any = None,
-  letters: Any = None,
-  buckets: jax.Array | None = None,
-  is_sum: bool = False,
-) -> jax.Array:
-  """The values of all classes [B, Kp], or their sum [B].
+@dataclasses.dataclass(frozen=True)
+class EveryClass:
+  """What values of every class are made from, a tile at a time.
 
-  Args:
+  A value is a function (tile, constants, arrays) -> [B, t] without a closure over arrays.
+
+  Attributes:
     tiling: how classes are cut.
-    value: (tile, constants, arrays) -> [B, t]; no closure over arrays.
     classes: what logits are made from.
     constants: what values are made from beside the classes, without a gradient.
     constant_letters: those of its dimensions, for `Placement.shard_map`.
     arrays: the same, with a gradient.
     letters: those of its dimensions.
     buckets: of the classes [Kp], or None.
-    is_sum: whether the sum is wanted.
   """
 
-  def local(classes: Classes, buckets: Any, constants: Any, arrays: Any) -> jax.Array:
-    run = _values if classes.num_classes <= tiling.tile else _values_in_tiles
-    found = run(tiling, value, is_sum, classes, buckets, constants, arrays)
-    return found[None] if is_sum else found
+  tiling: Tiling
+  classes: Classes
+  constants: Any = None
+  constant_letters: Any = None
+  arrays: Any = None
+  letters: Any = None
+  buckets: jax.Array | None = None
 
-  of_buckets = None if buckets is None else dims('k')
-  inputs = classes.letters(), of_buckets, constant_letters, letters
-  run = tiling.placement.shard_map(local, inputs, 'kb' if is_sum else 'bk')
-  found = run(classes, buckets, constants, arrays)
-  return found.sum(axis=0) if is_sum else found
+  def values(self, value: Value) -> jax.Array:
+    """The values [B, Kp]."""
+    return self._run(functools.partial(_device_values, self.tiling, value, False), 'bk')
+
+  def total(self, value: Value) -> jax.Array:
+    """The sum of the values [B]."""
+
+    def local(*args: Any) -> jax.Array:
+      return _device_values(self.tiling, value, True, *args)[None]
+
+    return self._run(local, 'kb').sum(axis=0)
+
+  def top_k(self, value: Value, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k <= K largest values in order: ids int32 [B, k], and values [B, k].
+
+    No array [B, K] is made: the loop keeps the k largest of those seen so far.
+    """
+
+    def local(classes: Classes, buckets: Any, constants: Any, arrays: Any) -> Any:
+      def body(carry: tuple[jax.Array, jax.Array], tile: Tile) -> tuple[jax.Array, jax.Array]:
+        best, ids = carry
+        new = tile.masked(value(tile, constants, arrays))  # [B, t]
+        own = jnp.broadcast_to(tile.ids.astype(jnp.int32), new.shape)
+        best = jnp.concatenate([best, new], axis=-1)  # [B, k + t]
+        return best_of(best, jnp.concatenate([ids, own], axis=-1), k)
+
+      start = classes.zeros(k) + 2 * PADDED
+      found = fold(self.tiling, classes, body, (start, jnp.zeros_like(start, jnp.int32)), buckets)
+      return best_of_shards(self.tiling, *found, k)
+
+    values, ids = self._run(local, ('bl', 'bl'))
+    return ids, values
+
+  def _run(self, local: Callable[..., Any], outputs: Any) -> Any:
+    """local(classes, buckets, constants, arrays) on each device's part."""
+    of_buckets = None if self.buckets is None else dims('k')
+    inputs = self.classes.letters(), of_buckets, self.constant_letters, self.letters
+    run = self.tiling.placement.shard_map(local, inputs, outputs)
+    return run(self.classes, self.buckets, self.constants, self.arrays)
+
+
+def letters_of(arrays: tuple[jax.Array | None, ...], *letters: str) -> tuple[Any, ...]:
+  """The letters of arrays that may be None."""
+  pairs = zip(arrays, letters, strict=True)
+  return tuple(None if x is None else dims(of_x) for x, of_x in pairs)
+
+
+def _device_values(
+  tiling: Tiling, value: Value, is_sum: bool, classes: Classes, *others: Any
+) -> jax.Array:
+  """The values of this device's classes [B, k], or their sum [B]."""
+  run = _values if classes.num_classes <= tiling.tile else _values_in_tiles
+  return run(tiling, value, is_sum, classes, *others)
 
 
 def _values(
@@ -588,43 +630,6 @@ def largest(tiling: Tiling, log_p: jax.Array, k: int) -> tuple[jax.Array, jax.Ar
   return jnp.stack(top, axis=-1), jnp.stack(values, axis=-1)
 
 
-def largest_of_every_class(
-  tiling: Tiling,
-  k: int,
-  value: Value,
-  classes: Classes,
-  *,
-  constants: Any = None,
-  constant_letters: Any = None,
-  arrays: Any = None,
-  letters: Any = None,
-  buckets: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-  """The k largest values of all classes in order: ids int32 [B, k], and values [B, k].
-
-  Arguments are those of `of_every_class`, and k is at most the number of classes. No array [B, K]
-  is made: the loop keeps the k largest of those seen so far.
-  """
-
-  def local(classes: Classes, buckets: Any, constants: Any, arrays: Any) -> Any:
-    def body(carry: tuple[jax.Array, jax.Array], tile: Tile) -> tuple[jax.Array, jax.Array]:
-      best, ids = carry
-      new = tile.masked(value(tile, constants, arrays))  # [B, t]
-      own = jnp.broadcast_to(tile.ids.astype(jnp.int32), new.shape)
-      best = jnp.concatenate([best, new], axis=-1)  # [B, k + t]
-      return best_of(best, jnp.concatenate([ids, own], axis=-1), k)
-
-    start = classes.zeros(k) + 2 * PADDED
-    found = fold(tiling, classes, body, (start, jnp.zeros_like(start, jnp.int32)), buckets)
-    return best_of_shards(tiling, *found, k)
-
-  of_buckets = None if buckets is None else dims('k')
-  inputs = classes.letters(), of_buckets, constant_letters, letters
-  run = tiling.placement.shard_map(local, inputs, ('bl', 'bl'))
-  values, ids = run(classes, buckets, constants, arrays)
-  return ids, values
-
-
 def best_of(values: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   """The k largest of n candidates [B, n]: values and class ids [B, k]."""
   if not isinstance(values.shape[0], int):  # TensorFlow has no `top_k` of a symbolic B
@@ -664,7 +669,7 @@ def top_class(logits: GaussianLogits, max_bytes: int = MAX_BYTES) -> jax.Array:
   if tiling.is_whole or linear_location(logits) is None:
     return jnp.argmax(masked(logits, logits.location), axis=-1)
   classes = jax.lax.stop_gradient(classes_of(logits))
-  return largest_of_every_class(tiling, 1, mean_of_class, classes)[0][:, 0]
+  return EveryClass(tiling, classes).top_k(mean_of_class, 1)[0][:, 0]
 
 
 def mean_of_class(tile: Tile, constants: None = None, arrays: None = None) -> jax.Array:

@@ -86,9 +86,9 @@ class Few:
   """Few classes that stand for all: f_C(z) = softmax(location + z factors) at the first one.
 
   Attributes:
-    location: [B, C + 1], with the logarithm of the weights; the first one is the label, and the
-      others have descending priorities.
-    factors: [B, T, C + 1].
+    location: [B, C + 2], with the logarithm of the weights; the first one is the label, the others
+      have descending priorities, and the last one does not count.
+    factors: [B, T, C + 2].
   """
 
   location: jax.Array
@@ -96,8 +96,11 @@ class Few:
 
   def log_p(self, z: jax.Array) -> jax.Array:
     """log f_C [B, s] of normals z [B, s, T]."""
-    u = self.location[:, None] + jnp.einsum('bst,btc->bsc', z, self.factors)
-    return u[..., 0] - jax.nn.logsumexp(u, axis=-1)
+    # Relative to the label, because with a slice of all logits XLA took three times as long.
+    factors = self.factors - self.factors[..., :1]
+    location = self.location - self.location[:, :1]
+    u = location[:, None] + jnp.einsum('bst,btc->bsc', z, factors)
+    return -jax.nn.logsumexp(u, axis=-1)
 
 
 def few_classes(tiling: Tiling, classes: Classes, label: jax.Array | None) -> Few:
@@ -114,9 +117,9 @@ def few_classes(tiling: Tiling, classes: Classes, label: jax.Array | None) -> Fe
   largest, chosen, log_total, mean = _pass_at(tiling, classes, z, label)
 
   # Weights of the classes. One whose p_k is at least t is taken surely.
-  threshold = largest[:, -1:]
-  chosen = chosen[:, :-1]
-  is_real = largest[:, :-1] > PADDED / 2
+  threshold = largest.min(axis=-1, keepdims=True)
+  # The last one is left out by a mask: for a slice of a `top_k`, XLA sorts all classes on a CPU.
+  is_real = (largest > PADDED / 2) & (np.arange(largest.shape[-1]) < largest.shape[-1] - 1)
   location, factors = classes.at(chosen)
   u = location + jnp.einsum('bt,btc->bc', z, factors)
   is_sure = (u >= threshold) & is_real
@@ -154,6 +157,8 @@ def _pass_at(
   count = min(NUM_CLASSES, tiling.num_classes) + 1
 
   def local(classes, z, label):
+    is_one_tile = count <= classes.num_classes <= tiling.tile
+
     def body(carry, tile: Tile):
       largest, chosen, top, total, mean = carry
       counts = tile.counts & (tile.ids != label[:, None])
@@ -167,12 +172,13 @@ def _pass_at(
       mean = mean * shrink + in_tile
       rate = (tile.ids + 1).astype(u.dtype) * GOLDEN % 1.0 + 1e-6
       ids = jnp.broadcast_to(tile.ids.astype(jnp.int32), u.shape)
-      new, new_classes = best_of(u - jnp.log(rate), ids, min(count, u.shape[-1]))
-      best = best_of(
-        jnp.concatenate([largest, new], axis=-1),
-        jnp.concatenate([chosen, new_classes], axis=-1),
-        count,
-      )
+      best = best_of(u - jnp.log(rate), ids, min(count, u.shape[-1]))
+      if not is_one_tile:
+        best = best_of(
+          jnp.concatenate([largest, best[0]], axis=-1),
+          jnp.concatenate([chosen, best[1]], axis=-1),
+          count,
+        )
       return *best, high, total, mean
 
     like = jnp.zeros_like(z[:, :1])
@@ -447,9 +453,10 @@ def choose(
   count = max(MIN_POINTS, POINTS_PER_SAMPLE * num_samples) // 2
   index = jnp.arange(count)
   batch, num_normals, _ = few.factors.shape
-  x = sampler(keys, index, num_normals).astype(few.factors.dtype)
+  # One normal more, whose first one moves the places below: it is independent of all the others.
+  x = sampler(keys, index, num_normals + 1).astype(few.factors.dtype)
   x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
-  z, log_ratio = q.points(x, index >= count // 2)
+  z, log_ratio = q.points(x[..., :-1], index >= count // 2)
   mean = z[:, 0]
   away = z[:, 1:]
   log_p = few.log_p(jnp.concatenate([z[:, :1] + away, z[:, :1] - away], axis=1))
@@ -461,13 +468,13 @@ def choose(
   # from short differences to long ones. In the order of Sobol's sequence every n-th pair would
   # come from one part of the cube.
   by_length = jnp.argsort(jnp.square(away).sum(axis=-1), axis=-1)
-  offset = jax.vmap(jax.random.uniform)(_folded(keys, 2)).astype(log_w.dtype)
-  places = (jnp.arange(num_pairs, dtype=log_w.dtype) + offset[:, None]) / num_pairs
+  offset = 0.5 + 0.5 * jax.lax.erf(math.sqrt(0.5) * x[:, :1, -1])  # [B, 1], uniform
+  places = (jnp.arange(num_pairs, dtype=log_w.dtype) + offset) / num_pairs
   weights = jnp.take_along_axis(
     jnp.exp(log_pair - log_total), by_length, axis=-1, mode='promise_in_bounds'
   )
   cumulative = jnp.cumsum(weights, axis=-1)
-  places = jnp.broadcast_to(places, (batch, num_pairs)) * cumulative[:, -1:]
+  places = places * cumulative[:, -1:]
   # A count, since inside a `jax.shard_map` JAX refuses `jnp.searchsorted`.
   pair = (cumulative[:, None] < places[..., None]).sum(axis=-1, dtype=jnp.int32)
   pair = jnp.take_along_axis(

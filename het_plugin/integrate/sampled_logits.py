@@ -117,14 +117,13 @@ class Sampling:
     tiling = self.tiling(logits)
     is_one_label = labels is not None and labels.shape[-1] == 1
     if not is_one_label or isinstance(keys, Draws) or not self._is_tilted(logits):
-      return self._samples(logits, self.draws(logits, keys, tiling), tiling)
+      return self._samples(logits, self.draws(logits, keys), tiling)
     keys = checked_keys('Integrator', keys, logits.location.shape[0])
-    chosen = choose(tiling, logits, labels[:, 0], keys, self.sampler, self.num_samples)
+    one_pass = self._tiling_of_one(logits)
+    chosen = choose(one_pass, logits, labels[:, 0], keys, self.sampler, self.num_samples)
     return self._samples(logits, chosen, tiling)
 
-  def draws(
-    self, logits: GaussianLogits, keys: jax.Array | Draws | None, tiling: Tiling | None = None
-  ) -> Draws:
+  def draws(self, logits: GaussianLogits, keys: jax.Array | Draws | None) -> Draws:
     """Where samples of all classes' probabilities are taken."""
     batch = logits.location.shape[0]
     if isinstance(keys, Draws):
@@ -134,7 +133,7 @@ class Sampling:
     is_rotated = self.rotate and self.num_samples >= MIN_ROTATED
     if not is_rotated or not self._is_refined(logits):
       return Draws(keys)
-    return Draws(keys, rotation_to(directions(tiling or self.tiling(logits), logits)))
+    return Draws(keys, rotation_to(directions(self._tiling_of_one(logits), logits)))
 
   def _is_tilted(self, logits: GaussianLogits) -> bool:
     # A proposal takes more points than there are fixed ones.
@@ -160,6 +159,10 @@ class Sampling:
     if _has_tiles(logits):
       return tiling
     return dataclasses.replace(tiling, tile=logits.location.shape[-1])
+
+  def _tiling_of_one(self, logits: GaussianLogits) -> Tiling:
+    """How the classes are cut for a pass with one sample: its logits, and their priorities."""
+    return Tiling.of(logits, 2, self.max_bytes)
 
   def _samples(self, logits: GaussianLogits, draws: Draws | Chosen, tiling: Tiling) -> Samples:
     """Samples that are taken at the draws."""

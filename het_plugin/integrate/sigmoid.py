@@ -23,8 +23,6 @@ relative (tests).
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +31,12 @@ import numpy as np
 from het_plugin.integrate.classes import (
   MAX_BYTES,
   Classes,
+  EveryClass,
   Tile,
   Tiling,
   classes_of,
   largest,
-  largest_of_every_class,
-  of_every_class,
+  letters_of,
 )
 from het_plugin.integrate.directions import reduced
 from het_plugin.integrate.gaussian import (
@@ -272,31 +270,36 @@ class ExactSigmoid:
 
   def nll(self, labels: jax.Array) -> jax.Array:
     """The sum over classes of -log p(y_k), [B], with y_k = 1 for the labels int32 [B, L]."""
-    return self._of_every_class(_nll, is_sum=True, constants=labels, constant_letters=dims('bl'))
+    every_class = dataclasses.replace(
+      self._every_class, constants=labels, constant_letters=dims('bl')
+    )
+    return every_class.total(_nll)
 
   def log_prob(self) -> jax.Array:
     """log p(y_k = 1) [B, Kp]."""
-    return self._of_every_class(_log_p)
+    return self._every_class.values(_log_p)
 
   def log_odds(self) -> jax.Array:
     """log p(y_k = 1) - log p(y_k = 0) [B, Kp]."""
-    return self._of_every_class(_log_odds_of_class)
+    return self._every_class.values(_log_odds_of_class)
 
   def expected_entropy(self) -> jax.Array:
     """The entropy given the noise, summed over classes, [B]."""
-    return self._of_every_class(_entropy, is_sum=True)
+    return self._every_class.total(_entropy)
 
   def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
     """The k classes int32 [B, k] with the largest log p(y_k = 1), and that [B, k]."""
-    return largest_of_every_class(self.tiling, k, _log_p, self.classes, **self._rest)
-
-  def _of_every_class(self, value: Callable[..., jax.Array], **others: Any) -> jax.Array:
-    return of_every_class(self.tiling, value, self.classes, **self._rest, **others)
+    return self._every_class.top_k(_log_p, k)
 
   @property
-  def _rest(self) -> dict[str, Any]:
-    letters = None if self.spread is None else dims('bq')
-    return dict(arrays=self.spread, letters=letters, buckets=self.buckets)
+  def _every_class(self) -> EveryClass:
+    return EveryClass(
+      self.tiling,
+      self.classes,
+      arrays=self.spread,
+      letters=None if self.spread is None else dims('bq'),
+      buckets=self.buckets,
+    )
 
 
 def _marginals(tile: Tile, spread: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
@@ -374,8 +377,8 @@ def marginals(logits: GaussianLogits) -> tuple[jax.Array, jax.Array]:
     found = _marginals(tile, spread)[1]
     return jnp.zeros_like(logits.location) if found is None else found
 
-  exact = dataclasses.replace(exact, tiling=whole)
-  return exact._of_every_class(mean), exact._of_every_class(variance)
+  every_class = dataclasses.replace(exact, tiling=whole)._every_class
+  return every_class.values(mean), every_class.values(variance)
 
 
 # From samples
@@ -413,8 +416,7 @@ class SampledSigmoid:
     """The entropy given the noise, summed over classes, [B]."""
 
     def of_chunk(chunk: Chunk) -> jax.Array:
-      rest = _rest(chunk, None)
-      return of_every_class(self.tiling, _sum_of_entropies, chunk.classes, is_sum=True, **rest)
+      return self._of_chunk(chunk, None).total(_sum_of_entropies)
 
     return self.samples.each(of_chunk).sum(axis=0) / self.samples.num_samples
 
@@ -427,17 +429,15 @@ class SampledSigmoid:
 
     def of_chunk(chunk: Chunk) -> jax.Array:
       value = functools.partial(_log_mean_of_sign, self.samples.num_samples, sign)
-      return of_every_class(self.tiling, value, chunk.classes, **_rest(chunk, labels))
+      return self._of_chunk(chunk, labels).values(value)
 
     return self.samples.log_sum_exp(of_chunk)
 
-
-def _rest(chunk: Chunk, labels: jax.Array | None) -> dict[str, Any]:
-  """What values are made from beside the logits, for `of_every_class`."""
-  constants = chunk.z, chunk.log_weight, labels
-  letters = zip(constants, ('bst', 'bs', 'bl'), strict=True)
-  of_constants = tuple(None if x is None else dims(of_x) for x, of_x in letters)
-  return dict(constants=constants, constant_letters=of_constants)
+  def _of_chunk(self, chunk: Chunk, labels: jax.Array | None) -> EveryClass:
+    constants = chunk.z, chunk.log_weight, labels
+    return EveryClass(
+      self.tiling, chunk.classes, constants, letters_of(constants, 'bst', 'bs', 'bl')
+    )
 
 
 Constants = tuple[jax.Array | None, jax.Array | None, jax.Array | None]

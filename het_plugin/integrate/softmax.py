@@ -36,13 +36,13 @@ import jax.numpy as jnp
 
 from het_plugin.integrate.classes import (
   Classes,
+  EveryClass,
   Tile,
   Tiling,
   classes_of,
   fold,
   largest,
-  largest_of_every_class,
-  of_every_class,
+  letters_of,
   pull_from_tiles,
 )
 from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Hashed
@@ -86,7 +86,7 @@ class Softmax:
     """log p [B, Kp]; anything at padded classes."""
 
     def of_chunk(chunk: Chunk) -> jax.Array:
-      return of_every_class(self.tiling, self._value, chunk.classes, **self._rest(chunk))
+      return self._of_chunk(chunk).values(self._value)
 
     return self.samples.log_sum_exp(of_chunk)
 
@@ -94,16 +94,13 @@ class Softmax:
     """The k most probable classes int32 [B, k], and log p [B, k]."""
     if self.tiling.is_whole or self.samples.num_chunks > 1:
       return largest(self.tiling, self.log_prob(), k)
-    chunk = self.samples.chunk(0)
-    rest = self._rest(chunk)
-    return largest_of_every_class(self.tiling, k, self._value, chunk.classes, **rest)
+    return self._of_chunk(self.samples.chunk(0)).top_k(self._value, k)
 
   def expected_entropy(self) -> jax.Array:
     """The entropy given the noise, averaged over samples, [B]."""
 
     def of_chunk(chunk: Chunk) -> jax.Array:
-      rest = self._rest(chunk)
-      return of_every_class(self.tiling, _entropy_terms, chunk.classes, is_sum=True, **rest)
+      return self._of_chunk(chunk).total(_entropy_terms)
 
     return self.samples.each(of_chunk).sum(axis=0) / self.samples.num_samples
 
@@ -111,20 +108,13 @@ class Softmax:
   def _value(self) -> Callable[..., jax.Array]:
     return functools.partial(_log_mean_p, self.samples.num_samples)
 
-  def _rest(self, chunk: Chunk) -> dict:
-    """What the values of a class are made from beside its logits, for `of_every_class`."""
+  def _of_chunk(self, chunk: Chunk) -> EveryClass:
     constants = chunk.z, chunk.log_weight
-    arrays = None
-    if not self.tiling.is_whole or self.tiling.placement.vocab is not None:
-      arrays = softmax_sums(self.tiling, chunk.classes, chunk.z, no_label(chunk.classes))[:2]
-    return dict(
-      constants=constants,
-      constant_letters=tuple(
-        None if x is None else dims(of_x) for x, of_x in zip(constants, ('bst', 'bs'), strict=True)
-      ),
-      arrays=arrays,
-      letters=None if arrays is None else ('bs', 'bs'),
-    )
+    found = EveryClass(self.tiling, chunk.classes, constants, letters_of(constants, 'bst', 'bs'))
+    if self.tiling.is_whole and self.tiling.placement.vocab is None:
+      return found
+    sums = softmax_sums(self.tiling, chunk.classes, chunk.z, no_label(chunk.classes))[:2]
+    return dataclasses.replace(found, arrays=sums, letters=('bs', 'bs'))
 
 
 def no_label(classes: Classes) -> jax.Array:
@@ -335,20 +325,18 @@ class BucketSoftmax:
 
   def log_prob(self) -> jax.Array:
     """log p [B, Kp] (`Softmax.log_prob`)."""
-    return of_every_class(self.tiling, _log_p_of_bucket, self._location, **self._rest()[0])
+    return self._parts()[0].values(_log_p_of_bucket)
 
   def top_k(self, k: int) -> Pair:
     """The k most probable classes (`Softmax.top_k`)."""
     if self.tiling.is_whole:
       return largest(self.tiling, self.log_prob(), k)
-    rest = self._rest()[0]
-    return largest_of_every_class(self.tiling, k, _log_p_of_bucket, self._location, **rest)
+    return self._parts()[0].top_k(_log_p_of_bucket, k)
 
   def expected_entropy(self) -> jax.Array:
     """The entropy given the noise, [B] (`Softmax.expected_entropy`)."""
-    rest, softmax = self._rest()
-    within = of_every_class(self.tiling, _entropy_in_bucket, self._location, is_sum=True, **rest)
-    return softmax.expected_entropy() + within
+    every_class, softmax = self._parts()
+    return softmax.expected_entropy() + every_class.total(_entropy_in_bucket)
 
   def of_buckets(self) -> GaussianLogits:
     """The logits over tau of the buckets."""
@@ -362,12 +350,17 @@ class BucketSoftmax:
     num_buckets = self.logits.noise.diag.shape[-1]
     return bucket_sums(self.tiling, num_buckets, self._location, self.buckets, labels)
 
-  def _rest(self) -> tuple[dict, Softmax]:
-    """What the values of a class are made from, for `of_every_class`."""
+  def _parts(self) -> tuple[EveryClass, Softmax]:
+    """What the values of a class are made from, and the softmax over buckets."""
     top, log_total, _ = self._sums(no_label(self._location))
     softmax = self.softmax(bucket_logits(self.logits, top, log_total), None)
-    arrays = top, log_total, softmax.log_prob()
-    return dict(arrays=arrays, letters=('bh',) * 3, buckets=self.buckets), softmax
+    return EveryClass(
+      self.tiling,
+      self._location,
+      arrays=(top, log_total, softmax.log_prob()),
+      letters=('bh', 'bh', 'bh'),
+      buckets=self.buckets,
+    ), softmax
 
 
 def bucket_logits(logits: GaussianLogits, top: jax.Array, log_total: jax.Array) -> GaussianLogits:
