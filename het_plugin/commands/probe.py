@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from het_plugin import estimators, evaluation, measures, reporting, runs
-from het_plugin.cli.settings import ResultFiles
+from het_plugin.cli.settings import Processes, ResultFiles
 from het_plugin.commands._rows import RowsSettings, TextOrArrays, read
 from het_plugin.estimators.settings import GridSettings, part
 from het_plugin.evaluation.names import task_name
@@ -34,12 +34,13 @@ from het_plugin.measures import votes
 from het_plugin.measures.comparison import EXTREME, extreme_share
 from het_plugin.rows import Rows, check_pair, concatenate
 from het_plugin.rows.labels import are_marks
+from het_plugin.system import exit_codes
 
 _COMPARED = ('nll', 'brier', 'precision_at_1')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(RowsSettings, GridSettings, ResultFiles):
+class Settings(RowsSettings, GridSettings, ResultFiles, Processes):
   """What is fitted, and to what.
 
   Attributes:
@@ -64,6 +65,13 @@ def run(settings: Settings) -> reporting.Report:
     settings.refuse(['folds'], '--test')
   if len(settings.splits or ()) > 2:
     raise ValueError(f'--splits={",".join(settings.splits)} must be a training and a test split')
+  settings.join()
+  if exit_codes.is_distributed():
+    import jax  # slow: --help needs none
+
+    mesh = settings.mesh or (jax.device_count(), 1)
+    estimators.placement.make_mesh(mesh)  # before any row is read
+    settings = dataclasses.replace(settings, mesh=mesh)
   train, test = settings.train, settings.test
   if settings.checkpoint:
     usual = 'train', runs.run.default_split(task_name(settings.dataset or ''))

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from scipy.sparse import linalg
 
-from het_plugin.estimators import compilation, targets
+from het_plugin.estimators import compilation, placement, targets
 from het_plugin.estimators.model import Model
 from het_plugin.integrate import Hashed, Linear
 
@@ -77,12 +77,12 @@ def _location_prob(model, params, x):
 
 def _residuals(model, det, rows):
   """p and w (t - p), [n, K], of evenly spaced rows."""
-  some = rows.some(max(1, ENTRIES // model.num_classes))
+  some = placement.whole(rows.some(max(1, ENTRIES // model.num_classes)))
   p = []
   gap = []
   for x, *of_block in zip(some.x, some.target, some.weight, strict=True):
-    predicted = np.asarray(_location_prob(model, det, x))
-    target, weight = map(np.asarray, of_block)
+    predicted = placement.whole(_location_prob(model, det, x))
+    target, weight = of_block
     shares = targets.shares_of(target, predicted.shape[1]).astype(np.float32)
     p.append(predicted)
     gap.append((shares - predicted) * weight[:, None])

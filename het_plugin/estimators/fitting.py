@@ -147,7 +147,7 @@ class Problem:
     penalty = float(det.penalty(start.params_)[0]) / (2 * self.settings.C)
     value = (self.weight @ nll + penalty) / self.weight.sum()
     # One that was stopped may have the objective of a part of the rows.
-    is_stopped = self.on_disk and stopping.requested()
+    is_stopped = self.on_disk and stopping.agreed()
     if not is_stopped and not np.isclose(value, start.objective_, rtol=1e-4, atol=1e-6):
       raise ValueError(
         f'start has the objective {start.objective_:.6g}, and {value:.6g} for these rows: it must '
@@ -183,7 +183,7 @@ class Problem:
       rows = stream.make_stream(*of_rows, self.far, *strengths, settings.mesh)
     else:
       rows = placement.place_rows(objective.make_rows(*of_rows, *strengths), settings.mesh)
-    search = _Search(rows, settings, stopping.requested if self.on_disk else lambda: False)
+    search = _Search(rows, settings, stopping.agreed if self.on_disk else lambda: False)
     if det_fit is None:
       det = model.deterministic
       if near:
@@ -462,7 +462,7 @@ def apply(
         block.append(target[start : start + size])
       padding = size - len(block[0])
       block = [np.pad(rows, [(0, padding), *[(0, 0)] * (rows.ndim - 1)]) for rows in block]
-      found.append(np.asarray(_apply(model, method, params, *block)))
+      found.append(placement.whole(_apply(model, method, params, *block)))
       placement.forget_pages(x)
   return np.concatenate(found)[: len(x)]
 

@@ -1,5 +1,6 @@
 """Features as estimators take them: arrays, files, and data beyond the memory."""
 
+import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ SOLVERS = ('auto', 'lbfgs', 'streamed')
 # Features of more bytes than this in float32 stay on disk under solver='auto'.
 MEMORY_BYTES = 2**31
 _PART_ROWS = 8192
+_GROUPS = 16  # of rows that one process sums up
 _SPREAD_ROWS = 1000
 _MOST = 0.9
 FAR = 1000.0  # a mean this many distances away costs ten of the 24 bits of float32
@@ -84,11 +86,14 @@ def read_rows(x: np.ndarray, rows: slice) -> np.ndarray:
   return block
 
 
-def blocks(x: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-  """All rows of x [N, D] in parts, of a file by `read_rows`, one after the other."""
+def blocks(
+  x: np.ndarray, begin: int = 0, end: int | None = None
+) -> Iterator[tuple[slice, np.ndarray]]:
+  """Rows of x [N, D] in parts, of a file by `read_rows`, one after the other. No end is N."""
+  end = len(x) if end is None else end
   is_file = is_mapped(x)
-  for start in range(0, len(x), _PART_ROWS):
-    part = slice(start, start + _PART_ROWS)
+  for start in range(begin, end, _PART_ROWS):
+    part = slice(start, min(start + _PART_ROWS, end))
     yield part, read_rows(x, part) if is_file else x[part]
     if is_file:
       placement.forget_pages(x)
@@ -147,16 +152,16 @@ def spread(x: np.ndarray, weight: np.ndarray) -> Spread:
   Raises:
     ValueError: a row of a mapped file is not finite.
   """
-  first = np.zeros(x.shape[1])
-  low = np.full(x.shape[1], np.inf)
-  high = -low
-  for part, block in blocks(x):
-    first += weight[part] @ block
-    is_kept = weight[part] > 0
-    if is_kept.any():
-      kept = block if is_kept.all() else block[is_kept]
-      low = np.minimum(low, kept.min(axis=0))
-      high = np.maximum(high, kept.max(axis=0))
+  num_rows = _PART_ROWS * -(-len(x) // (_PART_ROWS * _GROUPS))
+
+  def of_group(number):
+    group = slice(number * num_rows, min(len(x), (number + 1) * num_rows))
+    return _sum_and_ends(x, weight, group)
+
+  first, low, high = np.stack(placement.in_turn(of_group, -(-len(x) // num_rows)), axis=1)
+  first = functools.reduce(np.add, first)  # in the order of the rows
+  low = low.min(axis=0)
+  high = high.max(axis=0)
   numbers = np.flatnonzero(weight > 0)
   some = np.asarray(x[numbers[:: max(1, len(numbers) // _SPREAD_ROWS)]]).astype(np.float64)
   mean = first / weight.sum()
@@ -168,6 +173,21 @@ def spread(x: np.ndarray, weight: np.ndarray) -> Spread:
     centre = centre.astype(np.float32)  # so that a difference needs no wider type
   distance = np.where(most > 0, most, distance.mean(axis=0))
   return Spread(centre, distance, np.maximum(high - centre, centre - low))
+
+
+def _sum_and_ends(x: np.ndarray, weight: np.ndarray, rows: slice) -> np.ndarray:
+  """The weighted sum, and the least and the largest entries, of some rows: [3, D]."""
+  first = np.zeros(x.shape[1])
+  low = np.full(x.shape[1], np.inf)
+  high = -low
+  for part, block in blocks(x, rows.start, rows.stop):
+    first += weight[part] @ block
+    is_kept = weight[part] > 0
+    if is_kept.any():
+      kept = block if is_kept.all() else block[is_kept]
+      low = np.minimum(low, kept.min(axis=0))
+      high = np.maximum(high, kept.max(axis=0))
+  return np.stack([first, low, high])
 
 
 class Far(NamedTuple):

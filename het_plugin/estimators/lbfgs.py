@@ -15,7 +15,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 from sklearn.exceptions import ConvergenceWarning
 
-from het_plugin.estimators import compilation, objective
+from het_plugin.estimators import compilation, objective, placement
 from het_plugin.estimators.model import Model
 from het_plugin.estimators.whitening import unwhiten, whiten, whitening_of
 from het_plugin.reporting import Progress
@@ -203,7 +203,7 @@ def _iterations_left(gradients: Sequence[float], tol: float) -> float | None:
 
 
 def _so_far(model, theta, whitening, *numbers):
-  return FitResult(jax.tree.map(np.asarray, unwhiten(model, theta, whitening)), *numbers)
+  return FitResult(placement.whole(unwhiten(model, theta, whitening)), *numbers)
 
 
 class StoppedError(Exception):
@@ -308,5 +308,5 @@ def minimise(
       ConvergenceWarning,
       stacklevel=2,
     )
-  params = jax.tree.map(np.asarray, params)
+  params = placement.whole(params)
   return FitResult(params, float(value), float(largest), num_iterations, left)

@@ -1,13 +1,15 @@
 """Where rows and parameters lie: a mesh of (data, model) devices, and mapped files.
 
 As in a training run, rows are cut over `data`, and over `model` all that has K columns and the
-parameters of the noise. K is padded to a multiple of the mesh's model axis.
+parameters of the noise. K is padded to a multiple of the mesh's model axis. Several processes make
+the same calls with the same arguments, and cut rows only.
 """
 
 import contextlib
 import dataclasses
+import json
 import mmap
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -21,11 +23,17 @@ from het_plugin.estimators.model import ROW_MULTIPLE, Model
 
 AXES = ('data', 'model')
 RULES = (('batch', 'data'), ('vocab', 'model'))
+_CUT = 'x', 'target', 'weight'  # of blocks
 
 
 def make_mesh(mesh: Sequence[int]) -> jax.sharding.Mesh:
   """A mesh of (data, model) devices; a ValueError if the shape is no pair or they are too few."""
   mesh = tuple(np.ravel(mesh).tolist())
+  if jax.process_count() > 1 and mesh != (jax.device_count(), 1):
+    raise ValueError(
+      f'mesh={mesh} must be ({jax.device_count()}, 1): {jax.process_count()} processes cut the rows '
+      f'over all of their {jax.device_count()} devices'
+    )
   wrong = len(mesh) != 2 or min(mesh) < 1 or mesh[0] * mesh[1] > jax.device_count()
   if wrong or ROW_MULTIPLE % mesh[0]:
     raise ValueError(
@@ -69,8 +77,28 @@ def place_params(model: Model, params: dict, mesh: Sequence[int] | None) -> dict
     whole = [a if fits else None for a, fits in zip(spec, divides, strict=True)]
     return NamedSharding(devices, PartitionSpec(*whole))
 
-  placed = {path: jax.device_put(x, sharding(path, x)) for path, x in flat.items()}
+  placed = {path: _put(x, sharding(path, x)) for path, x in flat.items()}
   return traverse_util.unflatten_dict(placed)
+
+
+def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+  """x, which all processes have, on the devices."""
+  if jax.process_count() == 1:
+    return jax.device_put(x, sharding)
+  x = np.asarray(x)
+  return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def whole(tree: Any) -> Any:
+  """The arrays of a tree in NumPy. What only other processes have comes from them."""
+
+  def of(x):
+    if not (x.is_fully_addressable or x.is_fully_replicated):
+      everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
+      x = jax.jit(lambda x: x, out_shardings=everywhere)(x)
+    return np.asarray(x)
+
+  return jax.tree.map(of, tree)
 
 
 def place_rows(rows: objective.Blocks, mesh: Sequence[int] | None) -> objective.Blocks:
@@ -78,8 +106,64 @@ def place_rows(rows: objective.Blocks, mesh: Sequence[int] | None) -> objective.
   if mesh is None:
     return rows
   sharding = NamedSharding(make_mesh(mesh), PartitionSpec(None, 'data'))
-  cut = {name: getattr(rows, name) for name in ('x', 'target', 'weight')}
-  return dataclasses.replace(rows, **jax.device_put(cut, sharding))
+  return dataclasses.replace(rows, **{x: _put(getattr(rows, x), sharding) for x in _CUT})
+
+
+def cut_rows(
+  read: Callable[[np.ndarray], objective.Blocks],
+  num_rows: int,
+  num_blocks: int,
+  size: int,
+  mesh: Sequence[int],
+) -> objective.Blocks:
+  """As `place_rows`, of which a process reads what its devices have.
+
+  Args:
+    read: from places [n] among the rows to blocks of size / data rows, the last ones filled up.
+    num_rows: all rows.
+    num_blocks, size: of the blocks of all processes.
+    mesh: (data, model) numbers of devices.
+  """
+  sharding = NamedSharding(make_mesh(mesh), PartitionSpec(None, 'data'))
+  places = np.arange(num_blocks * size).reshape(num_blocks, size)
+  of_device = sharding.addressable_devices_indices_map(places.shape)
+  found = {}
+  for index in of_device.values():
+    if str(index) not in found:
+      here = places[index].ravel()
+      found[str(index)] = read(here[here < num_rows])
+
+  def joined(name):
+    parts = [jax.device_put(getattr(found[str(i)], name), d) for d, i in of_device.items()]
+    shape = (num_blocks, size, *parts[0].shape[2:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+  first = next(iter(found.values()))
+  return dataclasses.replace(first, **{name: joined(name) for name in _CUT})
+
+
+def in_turn(make: Callable[[int], np.ndarray], count: int) -> list[np.ndarray]:
+  """make(0), make(1), ..., float64 arrays; each is made by one process, and all get all of them.
+
+  Raises:
+    ValueError: `make` has raised it, in any process.
+  """
+  if jax.process_count() == 1:
+    return [make(number) for number in range(count)]
+  from het_plugin.system import processes  # imports orbax, which one process does without
+
+  made = {}
+  wrong = ''
+  try:
+    for number in range(jax.process_index(), count, jax.process_count()):
+      made[number] = make(number).tolist()
+  except ValueError as error:
+    wrong = str(error)
+  if said := processes.gather(wrong):
+    raise ValueError(processes.as_one(said))
+  for text in processes.gather(json.dumps(made)).values():
+    made |= {int(number): value for number, value in json.loads(text).items()}
+  return [np.array(made[number]) for number in range(count)]
 
 
 def forget_pages(x: np.ndarray) -> None:

@@ -162,13 +162,13 @@ class _Searches:
         self.write()
 
     left = max(1, max_iter - begun)
-    more = {'stops': stopping.requested, 'keep': keep}
+    more = {'stops': stopping.agreed, 'keep': keep}
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter('always')
       found = lbfgs.minimise(model, params, rows, **limits, max_iter=left, **more)
     for x in caught:
       warnings.warn_explicit(x.message, x.category, x.filename, x.lineno)
-    is_stopped = stopping.requested()
+    is_stopped = stopping.agreed()
     if found.num_iterations or not is_stopped:
       warned = [str(x.message) for x in caught if issubclass(x.category, ConvergenceWarning)]
       self._waiting[number] = _Search(since_begun(found), not is_stopped, warned, str(model))
@@ -185,7 +185,9 @@ class _Searches:
     return run_files.read_json(self._folder / f'{_ABOUT}.json') == self._about
 
   def write(self) -> None:
-    """Writes what is waiting."""
+    """Writes what is waiting. All processes have the same, and the first one writes it."""
+    if jax.process_index():
+      self._waiting.clear()
     if self._waiting and not self._is_ours():
       if self._folder.exists():
         shutil.rmtree(self._folder)

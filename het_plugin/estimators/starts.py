@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from het_plugin import heads
+from het_plugin.estimators import placement
 from het_plugin.estimators.directions import noise_directions
 from het_plugin.estimators.model import Model
 
@@ -33,7 +34,7 @@ def noisy_start(model: Model, det: dict, rows: Any, seed: int) -> dict:
   params = model.init(seed, rows.width)
   count = dict(model.noise)['num_factors'] + 1
   directions = noise_directions(model, det, params, rows, count)
-  features = model.features(det, rows.some(2**13).x[0])
+  features = model.features(det, placement.whole(rows.some(2**13).x)[0])
   feature_size = max(float(np.sqrt(np.mean(np.square(features)))), 1e-6)
   noise = heads.noise_in_directions(
     params['head']['covariance'], INITIAL_NOISE * directions, feature_size

@@ -94,6 +94,23 @@ class Stream:
     for path, *stamp in self._stamps:
       if not os.path.exists(path) or inputs.stamp(path) != tuple(stamp):
         raise ValueError(f'{path} has changed during the fit, which reads it often: start again')
+    if self.mesh is None:
+      blocks = self._blocks(places, self.size, num_blocks)
+    else:
+      places = np.arange(places.start, places.stop) if isinstance(places, slice) else places
+      num_blocks = num_blocks or -(-len(places) // self.size)
+      size = self.size // self.mesh[0]
+      blocks = placement.cut_rows(
+        lambda some: self._blocks(places[some], size, num_blocks),
+        *(len(places), num_blocks, self.size, self.mesh),
+      )
+    placement.forget_pages(self.x)
+    placement.forget_pages(self.values)
+    return blocks
+
+  def _blocks(
+    self, places: slice | np.ndarray, size: int, num_blocks: int | None
+  ) -> objective.Blocks:
     rows = places if self.order is None else self.order[places]
     rows = rows if self.numbers is None else self.numbers[rows]
     x = inputs.widened(np.asarray(self.x[rows]))
@@ -105,12 +122,9 @@ class Stream:
       x = np.array(x)
       x[is_moved] = self.far.values[place[is_moved]]
     values = np.asarray(self.values[rows])
-    of_rows = x, self.mean, values, self.weight[rows], self.size, num_blocks
+    of_rows = x, self.mean, values, self.weight[rows], size, num_blocks
     constants = {'total': self.total, 'strength': self.strength}
-    blocks = objective.make_blocks(*of_rows, **constants, noise_strength=self.noise_strength)
-    placement.forget_pages(self.x)
-    placement.forget_pages(self.values)
-    return placement.place_rows(blocks, self.mesh)
+    return objective.make_blocks(*of_rows, **constants, noise_strength=self.noise_strength)
 
   def chunks(self) -> Iterator[objective.Blocks]:
     """All rows of the part, in their order.
@@ -124,7 +138,7 @@ class Stream:
     num_blocks = -(-total // num_chunks)
     step = num_blocks * self.size
     for number, start in enumerate(range(0, len(self), step)):
-      if stopping.requested():
+      if stopping.agreed():
         raise lbfgs.StoppedError
       chunk = self._read(slice(start, min(start + step, len(self))), num_blocks)
       yield chunk if self.spilled is None else self.spilled.of(number, chunk)
@@ -210,21 +224,29 @@ class _Spilled:
 
   def __init__(self):
     self.file = tempfile.TemporaryFile()
-    self.shapes = ()
+    self.rotation = ()  # of the last chunk
+    self.num_bytes = 0  # of a chunk
 
   def write(self, rotation: tuple[jax.Array, jax.Array]) -> None:
-    """Appends those of a chunk."""
-    self.shapes = tuple(x.shape for x in rotation)
+    """Appends those of a chunk, as far as this process has them."""
+    self.rotation = rotation
+    start = self.file.tell()
     for x in rotation:
-      np.asarray(x).tofile(self.file)
+      for shard in x.addressable_shards:
+        np.asarray(shard.data).tofile(self.file)
+    self.num_bytes = self.file.tell() - start
 
   def of(self, number: int, chunk: objective.Blocks) -> objective.Blocks:
     """The chunk of a number with its draws."""
-    sizes = [int(np.prod(x)) for x in self.shapes]
-    self.file.seek(4 * number * sum(sizes))
-    left, right = (
-      jnp.asarray(np.fromfile(self.file, np.float32, size).reshape(shape))
-      for size, shape in zip(sizes, self.shapes, strict=True)
-    )
+    self.file.seek(number * self.num_bytes)
+
+    def read(like):
+      parts = []
+      for shard in like.addressable_shards:
+        part = np.fromfile(self.file, np.float32, shard.data.size).reshape(shard.data.shape)
+        parts.append(jax.device_put(part, shard.device))
+      return jax.make_array_from_single_device_arrays(like.shape, like.sharding, parts)
+
+    left, right = map(read, self.rotation)
     keys = jnp.broadcast_to(shared_key(jax.random.key(0)), (len(chunk.weight), 1))
     return dataclasses.replace(chunk, draws=Draws(keys, (left, right)))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct, traverse_util
 
-from het_plugin.estimators import compilation
+from het_plugin.estimators import compilation, placement
 from het_plugin.estimators.model import Model, is_noise, on_features
 from het_plugin.heads.covariance import MIN_DIAG
 from het_plugin.integrate import LowRank
@@ -143,14 +143,13 @@ def whitening_of(model: Model, params, rows: Any) -> Whitening:
     found[-1] = 0.0  # the bias is not regularised
     return found
 
-  moments = np.asarray(_feature_moments(model, params, some), np.float64)
+  moments = placement.whole(_feature_moments(model, params, some)).astype(np.float64)
   left, penalty = of_features(moments, ridge(rows.strength))
   found = Whitening(jnp.asarray(left, jnp.float32))
   if model.hidden_layers or model.num_outputs(params) > MAX_OUTPUTS:
     return found
-  output_moments = {
-    path: np.asarray(x, np.float64) for path, x in _output_moments(model, params, some).items()
-  }
+  output_moments = placement.whole(_output_moments(model, params, some))
+  output_moments = {path: x.astype(np.float64) for path, x in output_moments.items()}
   unit = np.trace(output_moments['head', 'kernel']) / model.num_classes
   for path, moments in output_moments.items():
     # R are the eigenvectors, and s^-2 the eigenvalues with the penalty, relative to a column of W:

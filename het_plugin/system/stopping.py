@@ -34,6 +34,7 @@ _requested = threading.Event()
 _leaving = threading.Lock()
 _installed = False
 _num_calls = 0  # number of calls of `reached`
+_agreed = False  # whether it has been true
 # Of the training in progress: whether it has something to save, and a function to call before exit.
 _training: tuple[Callable[[], bool], Callable[[], None]] | None = None
 _tell_service: Callable[[int], None] | None = None  # its own handler of SIGTERM
@@ -76,10 +77,11 @@ def handled(saves: Callable[[], bool], farewell: Callable[[], None]) -> Generato
   Without `install`, as in a notebook, only the training ends and the handlers are restored. A
   program that called `install` ends at once, after `farewell`, unless the training `saves` now.
   """
-  global _training
+  global _training, _agreed
   restore = None
   if not _installed:
     _requested.clear()
+    _agreed = False
     if threading.current_thread() is threading.main_thread():  # others cannot set handlers
       restore = _listen()
   _training = saves, farewell
@@ -108,6 +110,13 @@ def reached() -> bool:
   # before its first step. And step numbers do not advance in an evaluation.
   _num_calls += 1
   return multihost_utils.reached_preemption_sync_point(_num_calls)
+
+
+def agreed() -> bool:
+  """`reached`, and true from then on."""
+  global _agreed
+  _agreed = _agreed or reached()
+  return _agreed
 
 
 def leave(line: str, code: int, record: Callable[[], None] = lambda: None) -> NoReturn:

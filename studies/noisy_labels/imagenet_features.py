@@ -5,8 +5,8 @@
     python -m studies.noisy_labels.imagenet_features --data=DIR --output=omniglot.npz \\
       --set=omniglot --size=64
 
-DIR has cifar10_human.npz, of which the training images are used, and omniglot28.npz, of which the
-first 100 characters are. The network is EfficientNet-lite0, whose ImageNet weights come with the
+DIR has cifar10_human.npz, whose training images are --set=cifar10 and whose test images are
+cifar10_test, and omniglot28.npz, of which the first 100 characters are used. The network is EfficientNet-lite0, whose ImageNet weights come with the
 package. Images are enlarged to --size pixels. The file has `features` float16 [N, 1280], the means
 of the last feature map over positions, and `index` [N], the numbers of N images in random
 order. `noisy_labels.py --features` reads it. 10,000 images of 128 pixels take ten minutes of CPU
@@ -14,6 +14,7 @@ time. This script needs neither jax nor het_plugin.
 """
 
 import argparse
+import functools
 import io
 from pathlib import Path
 
@@ -24,27 +25,33 @@ from efficientnet_lite_pytorch import EfficientNet
 from PIL import Image
 
 NUM_TRAIN = 50_000
+NUM_IMAGES = 60_000
 NUM_CHARACTERS = 100
 BATCH = 50
 
 
-def cifar10(data):
-  """The number of images, and a function from the number of an image to it."""
+def cifar10(data, numbers=range(NUM_TRAIN)):
+  """Numbers of images, and a function from a number to its image."""
   jpeg = data['jpeg']
   offset = data['jpeg_offset']
 
   def image(i):
     return Image.open(io.BytesIO(jpeg[offset[i] : offset[i + 1]].tobytes()))
 
-  return NUM_TRAIN, image
+  return np.asarray(numbers), image
 
 
 def omniglot(data):
   images = data['image'][data['label'] < NUM_CHARACTERS]  # the classes are in order
-  return len(images), lambda i: Image.fromarray(255 - images[i]).convert('RGB')
+  return np.arange(len(images)), lambda i: Image.fromarray(255 - images[i]).convert('RGB')
 
 
-SETS = {'cifar10': (cifar10, 'cifar10_human.npz'), 'omniglot': (omniglot, 'omniglot28.npz')}
+cifar10_test = functools.partial(cifar10, numbers=range(NUM_TRAIN, NUM_IMAGES))
+SETS = {
+  'cifar10': (cifar10, 'cifar10_human.npz'),
+  'cifar10_test': (cifar10_test, 'cifar10_human.npz'),
+  'omniglot': (omniglot, 'omniglot28.npz'),
+}
 
 
 def pixels(image, size):
@@ -65,10 +72,10 @@ def main():
   args = parser.parse_args()
   images_of, name = SETS[args.set]
   with np.load(args.data / name, allow_pickle=False) as data:
-    num_images, image = images_of(data)
+    numbers, image = images_of(data)
   weights = EfficientnetLite0ModelFile.get_model_file_path()
   network = EfficientNet.from_pretrained('efficientnet-lite0', weights_path=weights).eval()
-  index = np.random.default_rng(0).permutation(num_images)[: args.images]
+  index = np.random.default_rng(0).permutation(numbers)[: args.images]
   features = []
   with torch.inference_mode():
     for start in range(0, len(index), BATCH):

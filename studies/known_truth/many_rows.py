@@ -1,0 +1,218 @@
+"""What HET-XL gains over DET from ten thousand to millions of rows, and the price of its noise.
+
+    python -m studies.known_truth.many_rows --json=rows.json [--sizes=10000,1000000] [--seeds=0,1]
+    python -m studies.known_truth.many_rows --json=rows.json --plot=many_rows.png  # fits nothing
+
+Labels are drawn from a HET-XL head with K = 1,000, D = 32 and R = 1, whose location and noise have
+standard deviation 3 (`known_truth.true_model`). The rows of a size are the first of one file, which
+the fits read from disk (solver='streamed'). Both heads have C = 0.3, about the variance of the true
+W, and HET-XL has C_noise = 0.3, which is so little regularisation that its price is due in full;
+with --C_noise=auto each fit chooses it.
+
+gain is in nats per row, on 20,000 test rows. gain_stderr is its paired standard error over them.
+price is p / (2N) of the noise. gap is how far the objective of a fit may be above its optimum (nats,
+its own estimate), and converged whether it ended there. gain_64 is the gain with 64 points of the
+noise in place of the 8 of the fit. nll_true is that of the head that drew the labels.
+
+Rows that --json already has are not measured again.
+"""
+
+import dataclasses
+import functools
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from sklearn.exceptions import ConvergenceWarning
+
+from benchmarks.command_line import integers, make_parser, print_table, read_json, write_json
+from het_plugin.estimators import CLASSIFIERS
+from het_plugin.estimators.probe import num_noise_params, price
+from het_plugin.measures.uncertainty import stderr
+from het_plugin.reporting import style
+from studies.known_truth.known_truth import Problem, true_model, true_nll
+
+C = 0.3
+SIZES = [10_000, 30_000, 100_000, 300_000, 1_000_000]
+NUM_TEST = 20_000
+NUM_SAMPLES = 8
+MORE_SAMPLES = 64
+BLOCK = 4096
+KEY = ('seed', 'n', 'k', 'd', 'c_noise')
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _labels(model, params, x, z, uniform):
+  """Draws of classes [B] from standard normal z [B, R + 1] and uniform [B]."""
+  logits = model.logits(params, x)
+  p = jax.nn.softmax(logits.location + jnp.einsum('bt,btk->bk', z, logits.factors()))
+  total = jnp.cumsum(p, axis=1)
+  return (total < uniform[:, None] * total[:, -1:]).sum(axis=1)
+
+
+def write_rows(path, model, params, num_rows, dim, rng):
+  """Writes features [N, D] to a file; returns them, mapped, and the labels [N]."""
+  header = {'descr': '<f4', 'fortran_order': False, 'shape': (num_rows, dim)}
+  labels = np.empty(num_rows, np.int32)
+  with path.open('wb') as file:
+    np.lib.format.write_array_header_1_0(file, header)
+    for start in range(0, num_rows, BLOCK):
+      x = rng.standard_normal((BLOCK, dim), np.float32)
+      z = rng.standard_normal((BLOCK, 1 + dict(model.noise)['num_factors']), np.float32)
+      drawn = np.asarray(_labels(model, params, x, z, rng.random(BLOCK, np.float32)))
+      labels[start : start + BLOCK] = drawn[: num_rows - start]
+      file.write(x[: num_rows - start])
+  return np.load(path, mmap_mode='r'), labels
+
+
+def fitted(estimator, x, y, **start):
+  """The estimator, whether it has converged, and CPU seconds."""
+  begun = time.process_time()
+  with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter('always', ConvergenceWarning)
+    estimator.fit(x, y, **start)
+  converged = not any(issubclass(w.category, ConvergenceWarning) for w in warned)
+  return estimator, converged, time.process_time() - begun
+
+
+def nll_with(estimator, num_samples, x, y):
+  """NLL [N] with another number of points of the noise."""
+  model = estimator.model_
+  try:
+    estimator.model_ = dataclasses.replace(model, num_samples=num_samples)
+    return estimator.nll(x, y)
+  finally:
+    estimator.model_ = model
+
+
+def measure(args, seed, sizes, folder):
+  """Rows of one seed, two for a size."""
+  problem = Problem('softmax', args.classes, args.dim, 1, 3.0, 0)
+  model, params = true_model(problem, 'het_xl', seed)
+  rng = np.random.default_rng(seed + 1)
+  test = write_rows(folder / 'test.npy', model, params, args.test, args.dim, rng)
+  x, y = write_rows(folder / 'rows.npy', model, params, max(sizes), args.dim, rng)
+  true = true_nll(model, params, test)
+  for n in sizes:
+    seen = np.isin(test[1], y[:n])  # no head can say anything about other classes
+    of_test = test[0][seen], test[1][seen]
+    settings = {'C': C, 'solver': 'streamed', 'random_state': seed}
+    det = fitted(CLASSIFIERS['det'](**settings), x[:n], y[:n])
+    noise = {'C_noise': args.C_noise, 'num_factors': 1, 'num_samples': NUM_SAMPLES}
+    het_xl = fitted(CLASSIFIERS['het_xl'](**settings, **noise), x[:n], y[:n], start=det[0])
+    nll_det = det[0].nll(*of_test)
+    for head, (estimator, converged, seconds) in {'det': det, 'het_xl': het_xl}.items():
+      nll = estimator.nll(*of_test)
+      gain = nll_det - nll
+      more = nll if head == 'det' else nll_with(estimator, MORE_SAMPLES, *of_test)
+      yield {
+        'seed': seed,
+        'n': n,
+        'k': args.classes,
+        'd': args.dim,
+        'c_noise': args.C_noise,
+        'head': head,
+        'nll': float(nll.mean()),
+        'nll_true': float(true[seen].mean()),
+        'gain': float(gain.mean()),
+        'gain_stderr': stderr(gain) or 0.0,
+        'gain_64': float((nll_det - more).mean()),
+        'price': price(num_noise_params(estimator), n),
+        'chosen': estimator.C_noise_,
+        'iterations': int(estimator.n_iter_),
+        'gap': float(estimator.gap_),
+        'converged': converged,
+        'cpu_seconds': seconds,
+      }
+
+
+def means(rows):
+  """By size and C_noise: means over seeds, with their standard errors over seeds and test rows."""
+  groups = {}
+  for row in rows:
+    if row['head'] == 'het_xl':
+      groups.setdefault((str(row['c_noise']), row['n']), []).append(row)
+  found = []
+  for (c_noise, n), of in sorted(groups.items()):
+    gain = np.array([row['gain'] for row in of])
+    det = [x for row in rows for x in of if row['head'] == 'det' and _same(row, x)]
+    possible = [
+      row['nll'] - row['nll_true'] for row in rows if row['head'] == 'det' and row['n'] == n
+    ]
+    assert len(det) == len(of)
+    found.append(
+      {
+        'C_noise': c_noise,
+        'N': n,
+        'seeds': len(of),
+        'DET above the truth': float(np.mean(possible)),
+        'gain': float(gain.mean()),
+        '± rows': float(np.sqrt(np.mean([row['gain_stderr'] ** 2 for row in of]) / len(of))),
+        '± seeds': stderr(gain),
+        'price': of[0]['price'],
+        'largest gap': max(row['gap'] for row in of),
+        'converged': all(row['converged'] for row in of),
+      }
+    )
+  return found
+
+
+def _same(row, other):
+  return all(row[name] == other[name] for name in KEY)
+
+
+def draw(path, rows):
+  """The gain by N, and what is left of the last one after the price."""
+  figure = style.new_figure(5.6, 3.4)
+  ax = figure.subplots()
+  found = [x for x in means(rows) if x['C_noise'] != 'auto']
+  n = np.array([x['N'] for x in found])
+  gain = np.array([x['gain'] for x in found])
+  price_of = np.array([x['price'] for x in found])
+  error = [np.hypot(x['± rows'], x['± seeds'] or 0.0) for x in found]
+  ax.errorbar(n, gain, error, fmt='o', label='measured')
+  ax.plot(n, gain[-1] + price_of[-1] - price_of, label='the last one, less the price p / (2N)')
+  ax.axhline(0.0, color='grey', linewidth=0.5)
+  ax.set(xscale='log', xlabel='rows N', ylabel='gain of HET-XL over DET, nats per row')
+  ax.legend()
+  path.write_bytes(style.to_png(figure, dpi=130))
+
+
+def main():
+  parser = make_parser(__doc__)
+  parser.add_argument('--sizes', type=integers, default=SIZES, help='numbers of rows N')
+  parser.add_argument('--seeds', type=integers, default=[0])
+  parser.add_argument('--classes', type=int, default=1000)
+  parser.add_argument('--dim', type=int, default=32)
+  parser.add_argument('--test', type=int, default=NUM_TEST, help='test rows')
+  auto = parser.add_argument('--C_noise', type=lambda x: x if x == 'auto' else float(x), default=C)
+  auto.help = 'a number, or auto'
+  parser.add_argument('--plot', type=Path, help='draw the rows of --json here, and fit nothing')
+  args = parser.parse_args()
+  rows = read_json(args.json)
+  if args.plot:
+    if not rows:
+      parser.error(f'--plot draws the rows of --json={args.json}, which has none')
+    draw(args.plot, rows)
+  for seed in args.seeds if not args.plot else []:
+    done = {tuple(row[name] for name in KEY) for row in rows}
+    about = args.classes, args.dim, args.C_noise
+    sizes = [n for n in args.sizes if (seed, n, *about) not in done]
+    if not sizes:
+      continue
+    with tempfile.TemporaryDirectory() as folder:
+      for row in measure(args, seed, sizes, Path(folder)):
+        rows.append(row)
+        print(row, flush=True)
+        if row['head'] == 'het_xl':
+          write_json(args.json, rows)
+  found = means(rows)
+  print_table(list(found[0]), [list(row.values()) for row in found])
+
+
+if __name__ == '__main__':
+  main()
