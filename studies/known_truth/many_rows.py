@@ -37,7 +37,7 @@ from het_plugin.reporting import style
 from studies.known_truth.known_truth import Problem, true_model, true_nll
 
 C = 0.3
-SIZES = [10_000, 30_000, 100_000, 300_000, 1_000_000]
+SIZES = [10_000, 100_000, 1_000_000]
 NUM_TEST = 20_000
 NUM_SAMPLES = 8
 MORE_SAMPLES = 64

@@ -165,6 +165,61 @@ def test_a_mesh_gives_the_same_fit(data, solver):
   assert many.predict_proba(x).shape == (1500, 11)
 
 
+# Each process prints what it has found, or what is wrong.
+OF_A_PROCESS = """
+import sys, warnings, zlib
+import jax
+import numpy as np
+from het_plugin.estimators import HetXLClassifier, objective, stream
+from het_plugin.system import distributed
+
+distributed.initialize()
+warnings.simplefilter('ignore')
+stream.CHUNK_BYTES, stream.RUN_ROWS, stream.HELD_BYTES = 2**12, 16, 2**14  # several of each
+objective.CACHE_BYTES = 2**14
+y = np.load(sys.argv[1] + '/y.npy')
+settings = {'C_noise': 0.1, 'num_factors': 2, 'num_samples': 2, 'max_iter': 4}
+for name, mesh in (('x', (2, 1)), ('nan', (2, 1)), ('x', (1, 1))):
+  if mesh == (1, 1) and jax.process_count() == 1:
+    break
+  x = np.load(f'{sys.argv[1]}/{name}.npy', mmap_mode='r')
+  het_xl = HetXLClassifier(**settings, solver='streamed', mesh=mesh)
+  try:
+    p = het_xl.fit(x, y).predict_proba(x)
+    params = b''.join(np.asarray(x).tobytes() for x in jax.tree.leaves(het_xl.params_))
+    print('found', het_xl.objective_, het_xl.n_iter_, zlib.crc32(params), zlib.crc32(p.tobytes()))
+  except ValueError as error:
+    print('wrong:', error)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_digits_of_one(data, tmp_path):
+  """Each has one device, and the one has two."""
+  x, y = data
+  np.save(tmp_path / 'x.npy', x)
+  np.save(tmp_path / 'y.npy', y)
+  x = x.copy()
+  x[1400, 3] = np.nan  # one of the two reads it
+  np.save(tmp_path / 'nan.npy', x)
+
+  def lines_of(processes, devices):
+    command = [sys.executable, '-m', 'launch.local', f'--processes={processes}']
+    command += [f'--devices={devices}', '--', sys.executable, '-c', OF_A_PROCESS, str(tmp_path)]
+    printed = subprocess.check_output(command, text=True).splitlines()
+    lines = [line for line in printed if 'found' in line or 'wrong:' in line]
+    return [
+      [line[4:] for line in lines if line.startswith(f'[{number}] ')] for number in range(processes)
+    ]
+
+  (one,) = lines_of(1, 2)
+  for *of_process, of_mesh in lines_of(2, 1):
+    assert of_process == one
+    found, of_nan = one
+    assert found.startswith('found') and of_nan.endswith('NaN or infinity, first in row 1400')
+    assert 'mesh=(1, 1) must be (2, 1): 2 processes cut the rows' in of_mesh
+
+
 @pytest.mark.slow
 def test_thousands_of_classes_on_eight_devices():
   """2,057 classes are 2,064 on 8 shards, and no device has more than its columns of W."""
