@@ -31,8 +31,8 @@ def make_mesh(mesh: Sequence[int]) -> jax.sharding.Mesh:
   mesh = tuple(np.ravel(mesh).tolist())
   if jax.process_count() > 1 and mesh != (jax.device_count(), 1):
     raise ValueError(
-      f'mesh={mesh} must be ({jax.device_count()}, 1): {jax.process_count()} processes cut the rows '
-      f'over all of their {jax.device_count()} devices'
+      f'mesh={mesh} must be ({jax.device_count()}, 1): {jax.process_count()} processes cut the '
+      f'rows over all of their {jax.device_count()} devices'
     )
   wrong = len(mesh) != 2 or min(mesh) < 1 or mesh[0] * mesh[1] > jax.device_count()
   if wrong or ROW_MULTIPLE % mesh[0]:
@@ -93,7 +93,8 @@ def whole(tree: Any) -> Any:
   """The arrays of a tree in NumPy. What only other processes have comes from them."""
 
   def of(x):
-    if not (x.is_fully_addressable or x.is_fully_replicated):
+    is_here = isinstance(x, np.ndarray) or x.is_fully_addressable or x.is_fully_replicated
+    if not is_here:
       everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
       x = jax.jit(lambda x: x, out_shardings=everywhere)(x)
     return np.asarray(x)

@@ -10,9 +10,9 @@ W, and HET-XL has C_noise = 0.3, which is so little regularisation that its pric
 with --C_noise=auto each fit chooses it.
 
 gain is in nats per row, on 20,000 test rows. gain_stderr is its paired standard error over them.
-price is p / (2N) of the noise. gap is how far the objective of a fit may be above its optimum (nats,
-its own estimate), and converged whether it ended there. gain_64 is the gain with 64 points of the
-noise in place of the 8 of the fit. nll_true is that of the head that drew the labels.
+price is p / (2N) of the noise. gap is an estimate of how far the objective of a fit may be above
+its optimum, in nats, and converged whether the fit ended there. gain_64 is the gain with 64 points
+of the noise in place of the 8 of the fit. nll_true is that of the head that drew the labels.
 
 Rows that --json already has are not measured again.
 """

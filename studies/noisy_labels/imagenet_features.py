@@ -6,11 +6,12 @@
       --set=omniglot --size=64
 
 DIR has cifar10_human.npz, whose training images are --set=cifar10 and whose test images are
-cifar10_test, and omniglot28.npz, of which the first 100 characters are used. The network is EfficientNet-lite0, whose ImageNet weights come with the
-package. Images are enlarged to --size pixels. The file has `features` float16 [N, 1280], the means
-of the last feature map over positions, and `index` [N], the numbers of N images in random
-order. `noisy_labels.py --features` reads it. 10,000 images of 128 pixels take ten minutes of CPU
-time. This script needs neither jax nor het_plugin.
+cifar10_test, and omniglot28.npz, of which the first 100 characters are used. The network is
+EfficientNet-lite0, whose ImageNet weights come with the package. Images are enlarged to --size
+pixels. The file has `features` float16 [N, 1280], the means of the last feature map over positions,
+and `index` [N], the numbers of N images in random order. `noisy_labels.py --features` reads it.
+10,000 images of 128 pixels take four to ten minutes of CPU time. This script needs neither jax nor
+het_plugin.
 """
 
 import argparse

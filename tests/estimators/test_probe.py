@@ -163,7 +163,7 @@ def test_a_stopped_probe_goes_on(few, tmp_path, monkeypatch, capsys, solver, eve
 
   def stopped_after(count):  # of the iterations
     calls = itertools.count()
-    monkeypatch.setattr(stopping, 'requested', lambda: next(calls) >= count)
+    monkeypatch.setattr(stopping, 'agreed', lambda: next(calls) >= count)
     return probe.probe(train, test, fits, unfinished=folder)
 
   stops = 0

@@ -131,7 +131,7 @@ def test_a_file_that_changes_ends_the_fit_and_a_signal_keeps_the_best(
       det.fit(rows, y)
   best = det.fit(rows, y).objective_
   passes = iter(range(1000))
-  monkeypatch.setattr(stopping, 'requested', lambda: next(passes) > 120)
+  monkeypatch.setattr(stopping, 'agreed', lambda: next(passes) > 120)
   with pytest.warns(ConvergenceWarning, match='has not converged: .* it was stopped'):
     det.fit(rows, y)
   assert 0 < det.objective_ - best < 0.2 and det.gap_ > 0
@@ -142,7 +142,7 @@ def test_noise_starts_at_a_fit_that_was_stopped(data, tmp_path, small_parts, mon
   rows = mapped(x, tmp_path)
   det = DetClassifier(solver='streamed')
   passes = iter(range(1000))
-  monkeypatch.setattr(stopping, 'requested', lambda: next(passes) > 3)
+  monkeypatch.setattr(stopping, 'agreed', lambda: next(passes) > 3)
   with pytest.warns(ConvergenceWarning, match='stopped when it was fitted to a part'):
     det.fit(rows, y)
   with pytest.warns(ConvergenceWarning):  # which keeps what DET has
