@@ -61,6 +61,11 @@ def reader_of(
 def _read_convnext(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Tower:
   flat, skipped = renaming.renamed(arrays, 'ConvNeXt', _convnext_stem)
   renaming.normalise_pixels(flat, 'stem', config, renaming.IMAGENET)
+  if flat['stem/kernel'].shape[:2] != (4, 4):
+    raise ValueError(
+      f'the patches of the file have {flat["stem/kernel"].shape[0]} pixels a side, and those of a '
+      'ConvNeXt 4'
+    )
   blocks = [name for name in flat if name.endswith('/wo/kernel')]
   stages = sorted({name.partition('_')[0] for name in blocks})
   settings = {

@@ -51,6 +51,16 @@ _TIMM_READ = (
   'rope_grid_offset',
   'rope_temperature',
 )
+# Models of transformers whose towers were compared with those here. Others can have the same names
+# of arrays, and other layers between them.
+_MODELS = frozenset(
+  'vit vit_msn vit_mae ijepa deit dinov2 dinov2_with_registers dinov3_vit clip clip_vision_model '
+  'chinese_clip chinese_clip_vision_model altclip altclip_vision_model clipseg '
+  'clipseg_vision_model metaclip_2 metaclip_2_vision_model siglip siglip_vision_model siglip2 '
+  'siglip2_vision_model idefics3_vision smolvlm_vision git_vision_model flava_image_model beit '
+  'data2vec-vision aimv2 aimv2_vision_model intern_vit_6b internvl_vision qianfan_ocr_vision radio '
+  'convnext convnextv2 resnet vision-text-dual-encoder'.split()
+)
 # Settings of transformers with the one value that the towers here have.
 _FIXED = {'pooler_act': 'tanh', 'apply_layernorm': True, 'use_qk_norm': False}
 
@@ -96,7 +106,13 @@ def described(config: Mapping[str, Any]) -> Mapping[str, Any]:
   for name, value in _FIXED.items():
     if config.get(name, value) != value:
       raise ValueError(f'{name}={config[name]!r} in config.json must be {value!r}')
-  if 'architecture' in config and 'num_attention_heads' not in config:
+  is_timm = 'architecture' in config
+  if (kind := config.get('model_type')) and kind not in _MODELS and not is_timm:
+    raise ValueError(
+      f'model_type={kind!r} in config.json is none of the models whose towers are read: '
+      f'{", ".join(sorted(_MODELS))}'
+    )
+  if is_timm and 'num_attention_heads' not in config:
     return {**config, **_of_timm(config)}
   if not config:
     _log.warning(
@@ -176,6 +192,7 @@ def _of_timm(config: Mapping[str, Any]) -> dict[str, Any]:
     'pool_include_prefix': row.get('pool_include_prefix', False),
     'norm': row.get('norm', 'layer_norm'),
     'last_epsilon': row.get('last_epsilon', row.get('epsilon')),
+    'last_norm': row.get('last_norm', True),
     'pool_heads': row.get('attn_pool_num_heads'),
     'rope_theta': row.get('rope_temperature'),
     'rope_grid': row.get('ref_feat_shape'),

@@ -254,6 +254,9 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   is_dino = 'block00/attention_scale' in flat
   is_relative = 'relative_position' in flat or 'block00/attention/relative_position' in flat
   is_rotary = 'position_embedding' not in flat and not is_relative
+  is_described = config.get('model_type') or 'architecture' in config
+  if is_rotary and is_described and not config.get('rope_theta'):
+    raise ValueError('the file has no positions, and its config.json has no rope_theta')
 
   defaults = (
     renaming.CLIP
@@ -269,18 +272,20 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     flat['registers'] = flat.pop('distillation')
   if config.get('projects') and 'head/kernel' in flat:  # open_clip's, by the classifier of timm
     flat |= {f'projection/{part}': flat.pop(f'head/{part}') for part in ('kernel', 'bias')}
-  has_biases = 'block00/attention/out/bias' in flat  # AIMv2 has none
   for name in list(flat):
-    if not has_biases and re.fullmatch(r'block\d+/(?:attention/out|mlp/w\w+)/kernel', name):
-      flat[name.replace('kernel', 'bias')] = np.zeros(flat[name].shape[-1])
-    if name.endswith('/query/bias'):
-      flat.setdefault(name.replace('/query/', '/key/'), np.zeros(width))  # DINOv3 has none for keys
     # timm's SwiGLUPacked: gate and hidden layer in one.
-    elif '/mlp/wi/' in name:
+    if '/mlp/wi/' in name:
       hidden = len(flat[f'{name.partition("/wi/")[0]}/wo/kernel'])
       if flat[name].shape[-1] == 2 * hidden:
         gate, flat[name] = np.split(flat[name], 2, axis=-1)
         flat[name.replace('/wi/', '/wi_gate/')] = gate
+  has_qkv_bias = any(f'block00/attention/{x}/bias' in flat for x in ('query', 'key', 'value'))
+  # AIMv2 has no biases, and DINOv3 none for keys.
+  biased = 'attention/out|mlp/wi|mlp/wi_gate|mlp/wo'
+  biased += '|attention/query|attention/key|attention/value' if has_qkv_bias else ''
+  for name in list(flat):
+    if re.fullmatch(rf'block\d+/(?:{biased})/kernel', name):
+      flat.setdefault(name.replace('kernel', 'bias'), np.zeros(flat[name].shape[-1]))
   if is_relative:
     grid = _relative_grid(flat)
   else:
@@ -303,7 +308,8 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
 
   usual_epsilon = 1e-5 if is_clip or is_rotary else 1e-6
   may_lack_norm = is_radio or re.search(_SCALED_BEIT, names)
-  has_norm = 'encoder_norm/scale' in flat or not may_lack_norm
+  lacks_norm = config.get('last_norm') is False  # timm's own RADIO and InternViT
+  has_norm = 'encoder_norm/scale' in flat or not (may_lack_norm or lacks_norm)
   if has_norm:
     _ = flat['encoder_norm/scale']  # an error where it lacks
   sub_norms = {'both': 'attention/sub_norm', 'mlp': 'mlp/sub_norm'}
@@ -320,7 +326,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     'position': 'rope' if is_rotary else 'relative' if is_relative else 'learned',
     'rope_theta': config.get('rope_theta') or 100.0,
     'num_registers': len(flat.get('registers', ())),
-    'qkv_bias': 'block00/attention/query/bias' in flat,
+    'qkv_bias': has_qkv_bias,
     'qk_norm': 'block00/attention/query_norm/scale' in flat,
     'layer_scale': 1e-5 if is_dino else None,
     'pre_norm': is_clip,
@@ -467,6 +473,8 @@ def _relative_grid(flat: dict[str, np.ndarray]) -> int:
   shared = flat.pop('relative_position', None)
   blocks = sorted(name.partition('/')[0] for name in flat if name.endswith('/mlp/wo/kernel'))
   if shared is not None:
+    if 'block00/attention/relative_position' in flat:
+      raise ValueError('the file has relative positions of all blocks and of each, not one of them')
     flat |= {f'{block}/attention/relative_position': shared for block in blocks}
   if 'position_embedding' in flat:
     raise ValueError('the file has relative and absolute positions, which cannot be read together')

@@ -30,11 +30,25 @@ TRANSFORMERS = {
     'pooler_output',
     renaming.IMAGENET,
   ),
+  'DINOv3ViT query_bias': (
+    {**SIZES, 'query_bias': False, 'mlp_bias': False},
+    'pooler_output',
+    renaming.IMAGENET,
+  ),
+  'DINOv3ViT value_bias': (
+    {**SIZES, 'value_bias': False, 'proj_bias': False},
+    'pooler_output',
+    renaming.IMAGENET,
+  ),
   'SiglipVision': (SIZES, 'pooler_output', renaming.HALF),
   'Siglip2Vision': ({**SIZES, 'num_patches': 16}, 'pooler_output', renaming.HALF),
   'CLIPVision': ({**SIZES, 'projection_dim': 12}, 'image_embeds', renaming.CLIP),
   'MetaClip2Vision': ({**SIZES, 'projection_dim': 12}, 'image_embeds', renaming.CLIP),
   'Aimv2Vision': ({**SIZES, 'use_head': False}, 'last_hidden_state', renaming.HALF),
+  'IJepa': (SIZES, 'last_hidden_state', renaming.IMAGENET),
+  'ViTMSN': (SIZES, 'last_hidden_state', renaming.IMAGENET),
+  'ViTMAE': ({**SIZES, 'mask_ratio': 0.0}, 'last_hidden_state', renaming.IMAGENET),
+  'FlavaImage': (SIZES, 'pooler_output', renaming.HALF),
   'Beit': ({**SIZES, 'use_relative_position_bias': True}, 'pooler_output', renaming.HALF),
   'Data2VecVision': (
     {**SIZES, 'use_shared_relative_position_bias': True, 'use_mean_pooling': False},
@@ -68,6 +82,7 @@ def test_parity_with_transformers(name):
   torch = pytest.importorskip('torch')
   transformers = pytest.importorskip('transformers')
   settings, output, (mean, std) = TRANSFORMERS[name]
+  name, _, _ = name.partition(' ')
   config = getattr(transformers, f'{name}Config')(**settings)
   with_projection = 'WithProjection' * name.endswith(('CLIPVision', 'MetaClip2Vision'))
   model = getattr(transformers, f'{name}Model{with_projection}')(config)
@@ -85,7 +100,7 @@ def test_parity_with_transformers(name):
       inputs = {'pixel_values': patches, 'spatial_shapes': torch.tensor([[4, 4]] * 2)}
       inputs['pixel_attention_mask'] = torch.ones(2, 16, dtype=torch.int32)
     expected = model.eval()(**inputs)[output].numpy()
-  if expected.ndim == 3 and name in ('Aimv2Vision', 'InternVLVision'):
+  if expected.ndim == 3 and name in ('Aimv2Vision', 'InternVLVision', 'IJepa'):
     expected = expected[:, -16:].mean(axis=1)  # patches
   elif expected.ndim == 3:
     expected = expected[:, 0]
@@ -594,8 +609,20 @@ def test_families_that_differ_from_dinov2_by_their_names(ours):
   for block in ('block00', 'block01'):
     own = tower.params[f'backbone/{block}/attention/relative_position']
     np.testing.assert_array_equal(own, np.float32(table))
+  shared = {'rel_pos_bias.relative_position_bias_table': table}
   with pytest.raises(ValueError, match='relative and absolute positions'):
-    read(dino | {'rel_pos_bias.relative_position_bias_table': table})
+    read(dino | shared)
+  with pytest.raises(ValueError, match='relative positions of all blocks and of each'):
+    read(beit | shared | {'blocks.0.attn.relative_position_bias_table': table})
+  with pytest.raises(ValueError, match='no positions, and its config.json has no rope_theta'):
+    read(beit, model_type='beit')
+  with pytest.raises(ValueError, match="model_type='phi4_multimodal_vision' in config.json is"):
+    read(dino, model_type='phi4_multimodal_vision')
+
+  tower = read({x: y for x, y in dino.items() if not x.endswith('attn.proj.bias')})
+  np.testing.assert_array_equal(tower.params['backbone/block01/attention/out/bias'], 0)
+  hidden = dino['blocks.1.mlp.fc2.bias']  # is kept
+  np.testing.assert_array_equal(tower.params['backbone/block01/mlp/wo/bias'], hidden)
 
   def aimv2_name(name):
     for ours_, theirs in (('norm1', 'norm_1'), ('norm2', 'norm_2'), ('mlp.fc2', 'mlp.fc2')):
@@ -678,6 +705,8 @@ def test_layers_without_a_place_are_named(ours):
     ('aimv2_large_patch14_224', {'img_size': 56, 'embed_dim': 64, 'num_heads': 4}),
     ('beit_base_patch16_224', {'embed_dim': 64, 'num_heads': 4}),
     ('beitv2_base_patch16_224', {'embed_dim': 64, 'num_heads': 4}),
+    ('vit_base_patch16_radio_v3', {'embed_dim': 64, 'num_heads': 4}),
+    ('vit_intern300m_patch14_448', {'img_size': 56, 'embed_dim': 64, 'num_heads': 4}),
     ('resnet18', {'layers': (1, 2, 1, 1)}),
     ('resnet50', {'layers': (1, 2, 1, 1)}),
     ('convnext_xxlarge', {'depths': (1, 1, 1, 1), 'dims': (32, 64, 128, 256)}),

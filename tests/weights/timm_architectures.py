@@ -97,6 +97,8 @@ def _vit(model: Any) -> dict[str, Any]:
   }
   if name_of(block.norm1) != 'LayerNorm':
     row['norm'] = NORMS[name_of(block.norm1)]
+  if {name_of(model.norm), name_of(getattr(model, 'fc_norm', model.norm))} == {'Identity'}:
+    row['last_norm'] = False
   if getattr(model, 'pool_include_prefix', False):
     row['pool_include_prefix'] = True
   odd = [
