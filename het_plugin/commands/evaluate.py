@@ -59,7 +59,7 @@ class Settings(ReportFolder, OnTask):
   Attributes:
     checkpoint: A run's directory (its newest checkpoint), one checkpoint, or a file of predictions;
       repeatable.
-    predictions: A file of predictions; repeatable.
+    predictions: A file of predictions, or RUN:SPLIT; repeatable.
     ood_dataset: A task with unknown inputs.
     ood_split: Split of --ood_dataset.
     save_predictions: Writes OUTPUT_DIR/predictions/NAME.npz.
@@ -128,8 +128,8 @@ def evaluate(settings: Settings, save_to: Path | None = None) -> list[evaluation
   for name, (flag, source) in zip(names, flags, strict=True):
     if flag == '--predictions' or source not in settings.runs:
       with naming(f'{flag}={source}'):  # scored at once: one file is in memory at a time
-        rows = rows_lib.read(source, 'log_prob').chosen(settings.max_examples)
-        opened.append(evaluate_rows(name, source, rows))
+        rows = runs.sources.open_source(source).rows(columns=('log_prob',))
+        opened.append(evaluate_rows(name, source, rows.chosen(settings.max_examples)))
     else:
       found = runs.Checkpoint.find(source)
       found.check_trained(hint='give a run, or a file of predictions')

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from het_plugin import data, evaluation, experiments, reporting, runs, system, weights
-from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Batches, Repeated
 from het_plugin.commands import evaluate, represent, select
 from het_plugin.data import splits
@@ -124,7 +123,8 @@ def run(settings: Settings) -> reporting.Report:
       )
     (made,) = represent.represent(what)['files']
     jax.clear_caches()  # the next model shares no program
-    proxy[name] = _accuracy(rows_lib.read(made['file']), k, settings.metric)
+    rows = runs.sources.open_source(made['file']).rows()
+    proxy[name] = _accuracy(rows, k, settings.metric)
   order = best_first(list(proxy.values()))
   kept = [names[i] for i in order[:num_kept]]
   _log.info('kNN accuracy: %s; fine-tuning %s.', proxy, ', '.join(kept))

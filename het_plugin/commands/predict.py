@@ -24,8 +24,7 @@ import numpy as np
 
 from het_plugin import data, measures, reporting, runs
 from het_plugin.cli.settings import Batches, Gin, JsonFile
-from het_plugin.rows import Rows, files, read
-from het_plugin.rows.files import reading
+from het_plugin.rows import Rows, files
 from het_plugin.system.ranges import Count
 
 _log = logging.getLogger(__name__)
@@ -57,7 +56,8 @@ def run(settings: Settings) -> reporting.Report:
     raise ValueError('--checkpoint is needed')
   if files.is_file(checkpoint):
     settings.refuse(('dataset', 'batch_size', 'gin_file', 'gin_bindings'), 'a file of predictions')
-    found = most_probable(read(checkpoint, 'log_prob'), settings.top)
+    rows = runs.sources.open_source(checkpoint).rows(columns=('log_prob',))
+    found = most_probable(rows, settings.top)
   else:
     if not settings.dataset:
       raise ValueError(f'--dataset is needed for the run --checkpoint={checkpoint}')
@@ -98,7 +98,7 @@ class Images:
       )
     self.is_array = root.suffix == '.npz'
     if self.is_array:
-      with reading(path), np.load(root, allow_pickle=False) as arrays:
+      with files.reading(path), np.load(root, allow_pickle=False) as arrays:
         if 'image' not in arrays:
           raise ValueError(f'it has no array image; it has {", ".join(arrays.files)}')
         images = arrays['image']

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from het_plugin import rows, runs, weights
-from het_plugin.commands import fewshot, probe, select
+from het_plugin.commands import evaluate, fewshot, probe, select
 from het_plugin.runs.sources import open_source
 
 
@@ -30,6 +30,7 @@ def test_a_run_and_a_file_of_its_rows_are_the_same_source(digits_run, tmp_path, 
     (row,) = json.loads(target.read_text())
     results.append({name: x for name, x in row.items() if name != 'seconds'})
   assert results[0] == results[1]
+  assert '64 examples' in run_main(evaluate, f'--predictions={folder}:test[:64]')
 
 
 def test_a_task_is_a_source_of_pixels(run_main):
