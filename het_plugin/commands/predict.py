@@ -55,7 +55,8 @@ def run(settings: Settings) -> reporting.Report:
   if not checkpoint:
     raise ValueError('--checkpoint is needed')
   if files.is_file(checkpoint):
-    settings.refuse(('dataset', 'batch_size', 'gin_file', 'gin_bindings'), 'a file of predictions')
+    of_runs = 'dataset', 'batch_size', 'gin_file', 'gin_bindings'
+    settings.refuse(of_runs, f'--checkpoint={checkpoint}, a file of predictions')
     rows = runs.sources.open_source(checkpoint).rows(columns=('log_prob',))
     found = most_probable(rows, settings.top)
   else:
@@ -98,28 +99,13 @@ class Images:
       )
     self.is_array = root.suffix == '.npz'
     if self.is_array:
-      with files.reading(path), np.load(root, allow_pickle=False) as arrays:
-        if 'image' not in arrays:
-          raise ValueError(f'it has no array image; it has {", ".join(arrays.files)}')
-        images = arrays['image']
-        is_one = images.ndim == 3 and images.shape[-1] in data.preprocess.MODES  # [H, W, C]
-        numbers = images.dtype == np.uint8 or images.dtype.kind == 'f'
-        if images.ndim not in (3, 4) or 0 in images.shape[1:] or is_one or not numbers:
-          raise ValueError(
-            f'image is {images.dtype} {list(images.shape)}; it must be uint8, or floats in [0, 1], '
-            '[N, H, W] or [N, H, W, C], with N = 1 for a single image'
-          )
-        data.array_source.check_channels(images.shape, arrays)
-        if images.dtype != np.uint8:
-          if images.size and not (images.min() >= 0 and images.max() <= 1):  # NaN is neither
-            raise ValueError(
-              f'the floats of image go from {images.min()} to {images.max()}; they must be in '
-              '[0, 1]'
-            )
-          images = 2 * images.astype(np.float32) - 1
-      self._images = images if images.ndim == 4 else images[..., None]
-      self.names = [str(i) for i in range(len(images))]
-      channels = self._images.shape[-1]
+      self._images = data.array_source.read_images(str(root))
+      *_, width, channels = self._images.shape
+      if channels == 1 and width in data.preprocess.MODES:
+        raise ValueError(
+          f'{path}: image is [H, W, C]; write [N, H, W, C], with N = 1 for one image'
+        )
+      self.names = [str(i) for i in range(len(self._images))]
     else:
       found = root.rglob('*') if root.is_dir() else [root]
       self.files = data.image_folder.image_files([x for x in found if x.is_file()])

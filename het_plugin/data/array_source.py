@@ -337,6 +337,18 @@ def _header(path: str, array: str) -> tuple[tuple[int, ...], np.dtype]:
   return shape, dtype
 
 
+def read_images(path: str) -> np.ndarray:
+  """Images [N, H, W, C] of an NPZ file, which needs no other array: uint8 or float32 in [-1, 1].
+
+  Raises:
+    ValueError: as npz_source.
+  """
+  name = f'npz:{path}'
+  with _reading(name, path) as arrays:
+    _images_info(name, path, arrays)
+  return _load_images(name, path)
+
+
 def _load(name: str, path: str, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """The images of a file, and the labels or captions that are given."""
   return _load_images(name, path), labels

@@ -80,7 +80,7 @@ def test_an_array_keeps_its_bytes(tmp_path):
 @pytest.mark.parametrize('shape', [(28, 28, 3), (28, 28, 1), (5, 0, 8), (28, 28)])
 def test_an_array_of_one_image_is_not_taken_for_several(tmp_path, shape):
   np.savez(tmp_path / 'x.npz', image=np.zeros(shape, np.uint8))
-  with pytest.raises(ValueError, match='with N = 1 for a single image'):
+  with pytest.raises(ValueError, match=r'\[N, H, W'):
     Images(f'{tmp_path}/x.npz')
 
 
@@ -118,12 +118,12 @@ def test_wrong_settings(digits_run, run_main, tmp_path):
   cases = {
     '--top=3': '--dataset is needed',
     'flat': 'unknown arguments flat: flags begin with --',
-    f'--dataset={tmp_path}/other.npz': 'other.npz: it has no array image; it has features',
+    f'--dataset={tmp_path}/other.npz': 'other.npz is not a valid NPZ file: it lacks the arrays',
     f'--dataset={tmp_path}/none': 'none: there is no such file or folder',
     f'--dataset=image_folder:{tmp_path}': 'holds no images',
     f'--dataset=npz:{tmp_path}/first.npz': 'channels first',
     f'--dataset={tmp_path}/broken.npz': 'broken.npz',
-    f'--dataset={tmp_path}/levels.npz': 'go from 255.0 to 255.0; they must be in [0, 1]',
+    f'--dataset={tmp_path}/levels.npz': 'must lie in [0, 1], these in [255.0, 255.0]',
   }
   for argument, message in cases.items():
     assert message in run_main(predict, f'--checkpoint={digits_run[0]}', argument, code=2)
@@ -131,4 +131,4 @@ def test_wrong_settings(digits_run, run_main, tmp_path):
   assert '--checkpoint=vit.npz' in run_main(predict, *rows, code=2)
   for unused in ('--batch_size=8', '--gin.HEAD=None'):
     message = run_main(predict, '--checkpoint=rows.npz', unused, code=2)
-    assert 'has no effect on a file of predictions' in message
+    assert 'has no effect on --checkpoint=rows.npz, a file of predictions' in message
