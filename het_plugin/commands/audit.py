@@ -158,7 +158,7 @@ class Listed(Sequence):
     index = int(self.rows.index[i])
     label = int(self.label[i])
     suggested = int(found.suggested[i])
-    listed = {
+    listed: dict[str, Any] = {
       'index': index,
       'label': label,
       'probability': round(float(found.probability[i]), 6),

@@ -150,9 +150,9 @@ def task_and_split(
   dataset: str | None, split: str | None, configs: Sequence[runs.Configuration]
 ) -> tuple[str, str]:
   """What all runs are evaluated on; ValueError if the models do not fit it."""
-  chosen = []
+  chosen: list[tuple[str, str]] = []
   for config in configs:
-    task = dataset or config.task
+    task = str(dataset or config.task)
     eval_cfg = config.argument('train_eval_dataset_cfg')
     info = data.classification_info(task)
     with naming(f'--dataset={task}'):
@@ -197,7 +197,7 @@ def evaluate_run(
   kept = []
   of_truth = []
   of_unknown = None
-  whole_split = settings.split.partition('[')[0]  # of a slice
+  whole_split = str(settings.split).partition('[')[0]  # of a slice
   knows_truth = info.knows_truth(whole_split)
 
   def keeping(parts: Iterable[Rows]) -> Iterator[Rows]:
@@ -298,7 +298,7 @@ def _open(
     # Checks the channels without reading an image.
     image = jax.ShapeDtypeStruct((1, run.image_size, run.image_size, info.channels), np.float32)
     jax.eval_shape(lambda x: runs.per_example.match_channels(x, run.channels), image)
-    given = {
+    given: dict[str, Any] = {
       'task': task,
       'name': f'--{prefix}split={split}',
       'bound': '--max_examples',

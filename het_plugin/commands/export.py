@@ -65,10 +65,8 @@ def run(settings: Settings) -> None:
     return
   checkpoint = settings.checkpoint
   output = settings.output
-  if not checkpoint:
-    raise ValueError('--checkpoint is not set')
-  if not output:
-    raise ValueError('--output is not set')
+  if not (checkpoint and output):
+    raise ValueError('--checkpoint and --output are needed, or --check')
   if settings.format:
     weights.programs.check(output, settings.format)
     opened = runs.open_run(checkpoint, *settings.gin)

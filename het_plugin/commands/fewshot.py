@@ -196,16 +196,16 @@ def _evaluate(
   seeds: Sequence[int],
 ) -> dict[str, dict[float, fewshot.FewShotResult]]:
   """{data set: {shots: result}} of a run."""
-  most = max(int(np.unique(train.y, return_counts=True)[1].max()) for train, _ in data.values())
-  shots = tuple(dict.fromkeys(most if n == 'all' else n for n in shots))
+  most = max(int(max(np.unique(train.y, return_counts=True)[1])) for train, _ in data.values())
+  numbers = [*dict.fromkeys(most if isinstance(n, str) else n for n in shots)]
   fits = sum(
     len(fewshot.used_seeds(protocol, seeds, n, train.y))
     for train, _ in data.values()
-    for n in shots
+    for n in numbers
   )
   with reporting.Progress(run, fits, unit='fits') as progress:
     return fewshot.few_shot_all(
-      data, protocol, shots=shots, seeds=seeds, on_trial=lambda: progress.update(1)
+      data, protocol, shots=numbers, seeds=seeds, on_trial=lambda: progress.update(1)
     )
 
 
@@ -355,8 +355,10 @@ def averages(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def differences(results: Results) -> list[dict[str, Any]]:
   """Differences of each run to the first, per data set and number of shots, and over data sets."""
-  rows = []
-  (first, baseline), *others = results.items() or [(None, None)]
+  rows: list[dict[str, Any]] = []
+  if not results:
+    return rows
+  (first, baseline), *others = results.items()
   for run, by_dataset in others:
     about = {'run': run, 'baseline': first}
     common = [name for name in by_dataset if name in baseline]

@@ -78,8 +78,6 @@ def run(settings: Settings) -> reporting.Report:
       f'the names of the candidates, {",".join(names)}, must be different names of folders inside '
       '--output_dir: give --names'
     )
-  if not settings.output_dir:
-    raise ValueError('--output_dir is not set: name the folder for the runs')
   if len(k) != 1:
     raise ValueError(f'--k={",".join(map(str, k))} must be one number, the k of the proxy')
   num_kept = evaluation.candidates.number_to_keep(settings.keep, names)

@@ -18,7 +18,7 @@ Exit codes: 0 the plan is made, whether or not it fits (`fits` in --json); 2 a s
 import dataclasses
 import signal
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 from het_plugin import reporting
 from het_plugin.cli.settings import Gin, JsonFile
@@ -66,8 +66,11 @@ def run(settings: Settings) -> None:
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the process that compiles, too
   mesh = settings.mesh and list(settings.mesh)
   topology.check(settings.topology, settings.num_slices, mesh)
+  files, bindings, search_paths = map(list, settings.gin)
   request = worker.Request(
-    *map(list, settings.gin),
+    files,
+    bindings,
+    search_paths,
     settings.topology,
     mesh,
     settings.num_slices,
@@ -80,16 +83,19 @@ def run(settings: Settings) -> None:
   other = 'without' if settings.grid else 'with'
   settings.refuse(of_other, f'{other} --grid', 'has an effect only')
 
-  def save() -> None:
+  def save(result: Any) -> None:
     if settings.json:
       reporting.write_json(result, settings.json)
 
   if settings.grid:
-    result = []
+    rows = []
     for row in search.grid(request, settings.heads, settings.batches, settings.samples):
-      result.append(row)
-      save()
-    print(search.grid_text(result))
+      rows.append(row)
+      save(rows)
+    print(search.grid_text(rows))
+    if settings.png:
+      with run_files.replacing(settings.png) as unfinished:
+        unfinished.write_bytes(search.grid_png(rows))
   else:
     print(
       'Compiling the train and eval steps: a minute for a small model, 6 to 15 for ViT-L/32 with '
@@ -98,10 +104,7 @@ def run(settings: Settings) -> None:
     )
     result = worker.compile_in_process(request)
     print(report.text(result), flush=True)
-    save()
+    save(result)
     if settings.search:
       result['search'] = search.search(settings.search, request, result)
-      save()
-  if settings.png:
-    with run_files.replacing(settings.png) as unfinished:
-      unfinished.write_bytes(search.grid_png(result))
+      save(result)

@@ -159,7 +159,7 @@ def predict(
     photo = tasks.get_task(run.task).eval_preprocessors
   except ValueError:  # the training data are not here
     photo = tasks.absent_eval_preprocessors(
-      run.task, lambda: data.image_folder.typical_side(images.files)
+      str(run.task), lambda: data.image_folder.typical_side(images.files)
     )
   config = data.one_pass(
     tasks.ImageTask(images.path, images, (), () if images.is_array else photo),

@@ -63,8 +63,9 @@ def run(settings: Settings) -> reporting.Report:
     settings.refuse(of_noise, '--heads=det, which has no noise')
   if settings.test:
     settings.refuse(['folds'], '--test')
-  if len(settings.splits or ()) > 2:
-    raise ValueError(f'--splits={",".join(settings.splits)} must be a training and a test split')
+  splits = settings.splits or ()
+  if len(splits) > 2:
+    raise ValueError(f'--splits={",".join(splits)} must be a training and a test split')
   settings.join()
   if exit_codes.is_distributed():
     import jax  # slow: --help needs none
@@ -75,8 +76,7 @@ def run(settings: Settings) -> reporting.Report:
   train, test = settings.train, settings.test
   if settings.checkpoint:
     usual = 'train', runs.run.default_split(task_name(settings.dataset or ''))
-    splits = settings.splits or usual
-    train, *others = settings.represented('het_plugin.probe', splits)
+    train, *others = settings.represented('het_plugin.probe', splits or usual)
     test = others[0] if others else None
   fits = part(settings, GridSettings)
   return probe(train or '', test or None, fits, settings.ood, settings.unfinished)

@@ -107,13 +107,13 @@ def represent(settings: Settings, program: str = _PROGRAM) -> dict[str, Any]:
   `program` is the command, for the provenance. Returns the checkpoint and, under 'files', a row per
   file, on all processes.
   """
-  output_dir = _local(settings.output_dir)
+  output_dir = run_files.local_folder('output_dir', settings.output_dir)
   if not settings.layers:
     raise ValueError('--layers= is empty: pre_logits, or others of the backbone')
-  task = task_name(settings.dataset)
+  task = task_name(settings.dataset or '')
   info = data.classification_info(task)
   names = choose_splits(task, info, settings.splits)
-  opened = runs.open_run(settings.checkpoint, *settings.gin)
+  opened = runs.open_run(settings.checkpoint or '', *settings.gin)
   layers = tuple(dict.fromkeys(settings.layers))
 
   def open_batches(split: str) -> contextlib.AbstractContextManager:
@@ -180,12 +180,6 @@ def represent(settings: Settings, program: str = _PROGRAM) -> dict[str, Any]:
   return {'checkpoint': opened.checkpoint, 'step': opened.step, 'dataset': task, 'files': rows}
 
 
-def _local(output_dir: str | None) -> Path:
-  if not output_dir:
-    raise ValueError('--output_dir is needed: where the files are written')
-  return run_files.local_folder('output_dir', output_dir)
-
-
 def folder_name(task: str) -> str:
   """The folder of a task's representations: the name of its file or folder, without parents."""
   prefix, _, argument = task.partition(':')
@@ -228,7 +222,7 @@ def _check_fit(
   spec: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
   """Raises ValueError for layers or image sizes that do not fit the model; compiles nothing."""
-  import flax
+  from flax import errors
 
   shape = list(spec['image'].shape[1:])
   try:
@@ -238,7 +232,7 @@ def _check_fit(
     )
   except ValueError as error:
     raise ValueError(f'--layers={",".join(layers)}, images {shape}: {error}') from error
-  except flax.errors.ScopeParamShapeError as error:
+  except errors.ScopeParamShapeError as error:
     raise ValueError(
       f'--image_size={shape[0]} does not fit the parameters of {run.checkpoint}, which are for '
       f'{run.image_size}'
@@ -252,8 +246,8 @@ def convert(settings: Settings) -> dict[str, Any]:
   """
   import jax
 
-  source = settings.arrays
-  output_dir = _local(settings.output_dir)
+  source = settings.arrays or ''
+  output_dir = run_files.local_folder('output_dir', settings.output_dir)
   path, split = files.partition_source(source)
   names = (split,) if split else files.split_names(path)
   _check_file_names(names, f'--arrays={source}')

@@ -201,7 +201,7 @@ def ensemble(settings: Settings) -> reporting.Report:
     f'best single: {names[best]}': np.eye(len(names))[best],
     'average of all': np.full(len(names), 1 / len(names)),
   }
-  rows = [
+  rows: list[dict[str, Any]] = [
     {'ensemble': name, 'num_members': int((weights > 0).sum())}
     for name, weights in ensembles.items()
   ]
@@ -312,7 +312,7 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-def _few_shot(train: str, test: str, **settings) -> dict[int, fewshot.FewShotResult]:
+def _few_shot(train: str, test: str, **settings) -> dict[float, fewshot.FewShotResult]:
   """{shots: result} of a candidate."""
   fit, y = _labelled(train, 'train')
   new, new_y = _labelled(test)

@@ -96,8 +96,10 @@ def run(settings: Settings) -> reporting.Report:
 
   def score_of(params: PyTree) -> dict[str, float]:
     averaged = dataclasses.replace(opened, params=params)
-    what = {'task': task, 'name': f'--split={split}', 'batch_size': settings.batch_size}
-    with opened.open_split(split, **what) as (batches, _):
+    of_split = opened.open_split(
+      split, task=task, name=f'--split={split}', batch_size=settings.batch_size
+    )
+    with of_split as (batches, _):
       parts = averaged.stream(batches, ('log_prob',), settings.batch_size)
       scored = [measures.uncertainty.score_examples(**part.labelled, ks=(1,)) for part in parts]
     scores = measures.uncertainty.concatenate(scored)
@@ -130,7 +132,7 @@ def run(settings: Settings) -> reporting.Report:
   for name, some in soups.items():
     params = average(*some)
     rows.append({'candidate': f'{name} soup', 'num_members': len(some), **score_of(params)})
-    _write_run(folders[name], opened, params, found[0].config.read_text(), ema)
+    _write_run(folders[name], opened, params, epath.Path(str(found[0].config)).read_text(), ema)
   titles = [f'best single: {names[best]}', *names]
   for title, scores in zip(titles, [alone[best], *alone], strict=True):
     rows.append({'candidate': title, 'num_members': 1, **scores})

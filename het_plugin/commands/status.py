@@ -43,7 +43,7 @@ def run(settings: Settings) -> None:
   if len(settings.words) != 1:
     raise ValueError('write one RUN_DIR: python -m het_plugin.status RUN_DIR')
   if settings.profile_steps is not None:
-    _request_profile(settings)
+    _request_profile(settings, settings.profile_steps)
   state = _show(settings)
   try:
     while settings.watch is not None and state != attempts.DONE:
@@ -65,12 +65,11 @@ def _show(settings: Settings) -> str:
   return found['state']
 
 
-def _request_profile(settings: Settings) -> None:
+def _request_profile(settings: Settings, steps: int) -> None:
   from het_plugin.operations import profiles  # imports JAX
 
   (run_dir,) = settings.words
   state = run_status.read(run_dir, settings.stale_seconds)['state']
   if state not in (attempts.RUNNING, run_status.STARTING):
-    steps = settings.profile_steps
     raise ValueError(f'--profile_steps={steps} needs a running run; {run_dir} is {state}')
-  profiles.request(run_dir, settings.profile_steps)
+  profiles.request(run_dir, steps)

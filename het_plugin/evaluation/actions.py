@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from etils import epath
+from flax import errors
 from jax.experimental import multihost_utils
 
 from het_plugin.evaluation import fewshot as fewshot_data
@@ -107,7 +107,7 @@ class PeriodicAction(BaseAction):
     try:
       with naming(f'{type(self).__name__}.{settings}{of_images}'):
         jax.eval_shape(trace)
-    except flax.errors.ScopeParamShapeError as error:
+    except errors.ScopeParamShapeError as error:
       _, side, _, channels = shapes['image']
       raise ValueError(
         f'{type(self).__name__}.{of_images} do not fit the model, which is trained with '

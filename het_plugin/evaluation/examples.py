@@ -97,7 +97,7 @@ class Examples:
     ids = np.asarray(index, np.int64)
     given, annotated = self.task.examples.read(self.whole, ids, size or SIDE, 0)
     labels = annotations.Labels(self.info.max_labels)
-    rows, _ = labels.rows(annotated, np.zeros(len(ids), np.uint64))
+    rows, _ = labels.rows(np.asarray(annotated), np.zeros(len(ids), np.uint64))
     return Found([self._picture(x) for x in given], rows['label'])
 
   def _picture(self, image: bytes | np.ndarray | None) -> np.ndarray | None:

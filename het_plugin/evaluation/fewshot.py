@@ -61,7 +61,8 @@ def choose(
     name, task = named_task(text)
     with naming(f'--datasets={text}'):
       data.classification_info(task)
-    chosen.append(FewShotDataset(name, task, *(splits or ('train', default_split(task)))))
+    train, test = splits or ('train', default_split(task))
+    chosen.append(FewShotDataset(name, task, train, test))
   check_names(chosen, '--datasets')
   return chosen
 
@@ -87,13 +88,14 @@ def read(
   Every process calls it.
   """
   column = rows_lib.column(layer)
-  halves = []
+  halves: list[fewshot.Split] = []
   for split, bound in dataset.splits:
-    settings = {'max_examples': bound, **_settings(dataset, batch_size)}
-    rows = run.rows(split, (column,), **settings)
+    settings = _settings(dataset, batch_size)
+    rows = run.rows(split, (column,), max_examples=bound, **settings)
     with naming(f'{dataset.task}, split {split}'):
       halves.append(fewshot.Split(rows[column], rows.consensus, rows.index))
-  return tuple(halves)
+  train, test = halves
+  return train, test
 
 
 def _settings(dataset: FewShotDataset, batch_size: int) -> dict[str, Any]:

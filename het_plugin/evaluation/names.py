@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def check_names(datasets: Iterable[Any], setting: str) -> None:
 
 
 @contextlib.contextmanager
-def naming(what: str) -> Iterator[None]:
+def naming(what: str) -> Generator[None]:
   """Puts `what`, such as a flag with its value, before the message of a ValueError."""
   try:
     yield

@@ -211,12 +211,13 @@ def _plots(
 ) -> dict[str, reporting.Figure]:
   """{file name: figure}."""
   found = calibration_figures({e.name: e.scores for e in evaluations})
-  with_unknown = [e for e in evaluations if e.unknown is not None]
-  for score in dict.fromkeys(s for e in with_unknown for s in e.unknown.scores()):
+  unknown = {e.name: e.unknown.scores() for e in evaluations if e.unknown is not None}
+  known = {e.name: e.scores.uncertainty.scores() for e in evaluations}
+  for score in dict.fromkeys(score for of in unknown.values() for score in of):
     rocs = {
-      e.name: uncertainty.roc(e.unknown.scores()[score], e.scores.uncertainty.scores()[score])
-      for e in with_unknown
-      if score in e.unknown.scores()
+      name: uncertainty.roc(of[score], known[name][score])
+      for name, of in unknown.items()
+      if score in of
     }
     title = f'Detection of unknown inputs by {_SCORE_TITLES[score]}.'
     png = reporting.unit_curves_png(

@@ -83,14 +83,14 @@ def class_embeddings(
   An embedding is the normalised mean over templates of normalised embeddings, float32 [K, D];
   `embed` maps token ids int32 [N, L] to embeddings float [N, D].
   """
-  total = None
+  total = np.zeros(())
   texts = []
   for template in templates:
     tokens = tokenize(prompts.fill(template, names))
     distinct, text = np.unique(tokens, axis=0, return_inverse=True)
     text = text.reshape(-1)
     embedded = normalized(embed(distinct), 'text')[text]  # equal texts get equal bits
-    total = embedded if total is None else total + embedded
+    total = total + embedded
     texts.append(text)
   alike = len(names) - len(np.unique(np.stack(texts, axis=1), axis=0))
   return normalized(total, 'class').astype(np.float32), alike
@@ -159,9 +159,10 @@ def class_hit_rates(
   """`hit_rates` [B, number of ks] of the class with the most votes, see `majority_weights`."""
   classes = jnp.arange(scores.shape[1])
   columns = zip(label.T, majority_weights(label, label_weight).T, strict=True)
-  return sum(
+  first, *others = (
     weight[:, None] * hit_rates(scores, one[:, None] == classes, ks) for one, weight in columns
   )
+  return sum(others, first)
 
 
 def similarity(queries: jax.Array, candidates: jax.Array) -> jax.Array:
@@ -237,7 +238,7 @@ def retrieval_recall(
     )
   from scipy import sparse  # here, so that a training starts sooner
 
-  _, text = np.unique(caption_text, return_inverse=True)
+  distinct, text = np.unique(caption_text, return_inverse=True)
   owner = sparse.csr_array((np.ones(M, bool), (np.arange(M), caption_image)), shape=(M, N))
   if identical_captions_right:
     says = sparse.csr_array((np.ones(M, np.int32), (np.arange(M), text.reshape(-1))))
@@ -253,7 +254,7 @@ def retrieval_recall(
     found(caption_embeddings, image_embeddings, owner),
     num_images=N,
     num_captions=M,
-    captions_alike=M - int(text.max()) - 1,
+    captions_alike=M - len(distinct),
   )
 
 

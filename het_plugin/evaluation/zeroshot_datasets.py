@@ -226,7 +226,7 @@ class ZeroShotEvaluator:
         unlabelled = np.full((len(found['index']), 1), -1, np.int32)
         parts.append(of_batch({'label': unlabelled, **found}))
         on_rows(len(found['index']))
-    return ordered(parts).columns
+    return dict(ordered(parts).columns)
 
   def _embed(self, run: Run, tokens: np.ndarray) -> np.ndarray:
     """float32 [N, D] of token ids int32 [N, L]."""
@@ -247,7 +247,7 @@ class ZeroShotEvaluator:
     return np.concatenate([rows['text'] for rows in found])
 
   def _open(self, run: Run, dataset: ZeroShotDataset) -> contextlib.AbstractContextManager:
-    features = {}
+    features: dict[str, Any] = {}
     if has_captions(dataset):
       features = {'text_length': self._tokenizer.length, 'vocabulary': self._tokenizer.vocabulary}
     return run.open_split(

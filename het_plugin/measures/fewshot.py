@@ -132,7 +132,7 @@ class FewShotResult:
 class Split:
   """Labelled features."""
 
-  x: np.ndarray  # float [N, D], or what gives rows of it when it is indexed
+  x: Any  # float [N, D], or what gives rows of it when it is indexed
   y: np.ndarray  # int [N], labels >= 0; they need be neither dense nor all present
   index: np.ndarray | None = None  # int [N], distinct ids >= 0; None stands for row numbers
 

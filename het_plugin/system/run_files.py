@@ -21,8 +21,10 @@ def is_remote(path: epath.PathLike) -> bool:
   return '://' in os.fspath(path)
 
 
-def local_folder(flag: str, value: str) -> Path:
-  """The folder of a flag; ValueError for one in an object store (gs://)."""
+def local_folder(flag: str, value: str | None) -> Path:
+  """The folder of a flag; ValueError for none, or one in an object store (gs://)."""
+  if not value:
+    raise ValueError(f'--{flag} is needed: the folder to write to')
   if is_remote(value):
     raise ValueError(f'--{flag}={value} must be a local directory')
   return Path(value)
