@@ -6,45 +6,46 @@ The names below are imported when they are first used. `import het_plugin` alone
 nor TensorFlow, and the heads, integrators and backbones import JAX, flax and NumPy only.
 """
 
+from typing import TYPE_CHECKING
+
 from het_plugin.system import faces
 
-__version__ = '0.1.0'
+if TYPE_CHECKING:
+  from het_plugin.backbones import ResNet, TextTransformer, ViT, resnet, text_transformer, vit
+  from het_plugin.heads import (
+    BatchSoftmax,
+    Classifier,
+    ContrastiveDet,
+    ContrastiveHetXL,
+    Det,
+    FixedTemperature,
+    Het,
+    Heteroscedastic,
+    HetH,
+    HetXL,
+    LearnedTemperature,
+    LogitScale,
+    Pairs,
+    PredictiveLogits,
+    contrastive_nll,
+    symmetric_nll,
+  )
+  from het_plugin.integrate import (
+    GaussianLogits,
+    Integrator,
+    Location,
+    cross_entropy,
+    example_keys,
+    iid,
+    shared_key,
+    sobol,
+  )
+  from het_plugin.models import ClassificationModel, ContrastiveModel
 
-_ROOMS = {
-  'backbones': ('ResNet', 'TextTransformer', 'ViT', 'resnet', 'text_transformer', 'vit'),
-  'heads': (
-    'Classifier',
-    'Det',
-    'Het',
-    'HetH',
-    'HetXL',
-    'Heteroscedastic',
-    'BatchSoftmax',
-    'ContrastiveDet',
-    'ContrastiveHetXL',
-    'Pairs',
-    'contrastive_nll',
-    'symmetric_nll',
-    'FixedTemperature',
-    'LearnedTemperature',
-    'LogitScale',
-    'PredictiveLogits',
-  ),
-  'integrate': (
-    'GaussianLogits',
-    'Integrator',
-    'Location',
-    'cross_entropy',
-    'example_keys',
-    'iid',
-    'shared_key',
-    'sobol',
-  ),
-  'models': ('ClassificationModel', 'ContrastiveModel'),
-}
+__version__ = '0.1.0'
+__getattr__, _names = faces.on_first_use(__name__)
 # The models need the extra `train`, so help() and a star import, which import all names, omit them.
-__all__ = ['__version__', *(x for room in _ROOMS if room != 'models' for x in _ROOMS[room])]
-__getattr__ = faces.on_first_use(__name__, _ROOMS)
+__all__ = ['__version__', *(x for x in _names if not x.endswith('Model'))]
 
 
 def __dir__() -> list[str]:

@@ -242,15 +242,17 @@ def report(
   with rows_lib.files.reading(name):
     label = rows.consensus
   has_votes = rows.annotator is not None and rows.labels.shape[1] > 1
-  by = {'votes': rows.labels, 'annotator': rows.annotator} if has_votes else {}
+  given: dict[str, Any] = {}
+  if has_votes:
+    given = {'votes': rows.labels, 'annotator': rows.annotator}
   if probs_from:
     p = estimators.audit.read_probs(probs_from, len(label), rows.num_classes)
-    found, failures, chosen = measures.audit.audit(p, label, **by), 0, 0
+    found, failures, chosen = measures.audit.audit(p, label, **given), 0, 0
   else:
     of_labels = rows.features, label, settings, rounds
     with estimators.resuming.kept(unfinished, settings, rows):
       found, failures, chosen = estimators.audit.in_rounds(
-        *of_labels, probs_to, rows.num_classes, **by
+        *of_labels, probs_to, rows.num_classes, **given
       )
   order = np.argsort(-found.wrong, kind='stable')
   listed = Listed(rows, label, found, order)
@@ -373,7 +375,7 @@ def report(
 def _by_truth(listed: Listed, examples: evaluation.examples.Examples) -> dict[str, int] | None:
   """Numbers of labels that are wrong, where the task knows the true classes."""
   info = examples.info
-  if not info.knows_truth(examples.whole):
+  if info.true_classes is None or not info.knows_truth(examples.whole):
     return None
   found = listed.found
   label = listed.label

@@ -184,7 +184,7 @@ def evaluate_run(
   """Evaluates a run on the two splits of the settings, and its covariance."""
   import jax
 
-  info = data.classification_info(settings.dataset)
+  info = data.classification_info(settings.dataset or '')
 
   def predict(title: str, stream: tuple[data.BatchIterator, int], *others: str) -> Iterator[Rows]:
     batches, total = stream
@@ -198,12 +198,12 @@ def evaluate_run(
   of_truth = []
   of_unknown = None
   whole_split = str(settings.split).partition('[')[0]  # of a slice
-  knows_truth = info.knows_truth(whole_split)
+  true_classes = info.true_classes if info.knows_truth(whole_split) else None
 
   def keeping(parts: Iterable[Rows]) -> Iterator[Rows]:
     for part in parts:
-      if knows_truth:
-        truth = info.true_classes(whole_split, part.index)
+      if true_classes:
+        truth = true_classes(whole_split, part.index)
         of_truth.append(_right(part, truth))
         part = part.without('location_top')
       if save_to:
@@ -215,7 +215,7 @@ def evaluate_run(
     if settings.ood_dataset:
       unknown = _open(stack, 'ood_', run, settings)
     covariance = _covariance_or_why_none(run, settings)
-    others = ('location_top',) if knows_truth else ()
+    others = ('location_top',) if true_classes else ()
     scores, people = _score(keeping(predict(name, known, *others)), info.num_classes)
     if settings.ood_dataset:
       parts = predict(f'{name}, unknown inputs', unknown)
@@ -279,7 +279,8 @@ def _score(
     if part.link == 'softmax':
       people.add(measures.agreement.score_examples(part.log_prob, part.labels, part.label_weight))
   joined = people.joined()
-  return measures.uncertainty.concatenate(scores), joined and measures.agreement.summarize(joined)
+  of_people = None if joined is None else measures.agreement.summarize(joined)
+  return measures.uncertainty.concatenate(scores), of_people
 
 
 def _open(
@@ -338,5 +339,5 @@ def _covariance(run: runs.Run, settings: Settings) -> dict[str, Any]:
   with contextlib.ExitStack() as stack, of_index if index else contextlib.nullcontext():
     batches, total = _open(stack, '', run, settings, whole=True, batch_size=batch_size)
     batches = itertools.islice(batches, -(-total // batch_size))
-    which = {'index': index} if index else {'number': images}
+    which: dict[str, Any] = {'index': index} if index else {'number': images}
     return {'looks': evaluation.class_covariance.look(run, batches, batch_size, **which)}

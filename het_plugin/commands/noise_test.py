@@ -26,7 +26,7 @@ from het_plugin.measures import votes
 from het_plugin.system.flag_values import HEADS
 from het_plugin.system.ranges import Count
 
-_FITS_OF_ROWS = {'folds': 5, 'tol': 1e-4}
+_FITS_OF_ROWS: dict[str, Any] = {'folds': 5, 'tol': 1e-4}
 _OF_ROWS = ('target', 'C')
 _OF_RUNS = ('dataset', 'split', 'batch_size', 'max_examples', 'gin_file', 'gin_bindings')
 
@@ -77,7 +77,7 @@ class Settings(ReportFolder, evaluate.OnTask):
 
 def run(settings: Settings) -> reporting.Report:
   """Gains of heads over DET."""
-  fits = settings.chosen('heads', 'num_factors', 'max_iter', 'seed')
+  fits: dict[str, Any] = settings.chosen('heads', 'num_factors', 'max_iter', 'seed')
   fits |= {name: x for name, x in settings.chosen('folds', 'tol').items() if x is not None}
   if settings.checkpoint:
     settings.join()

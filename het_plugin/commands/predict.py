@@ -86,6 +86,8 @@ class Images:
     is_array: whether they are an array.
   """
 
+  info: data.TaskInfo | data.ImageTextInfo
+
   def __init__(self, path: str):
     """Lists the files, or reads the array, of the flag --dataset of `het_plugin.predict`."""
     # These names of the same data are those of the other commands.

@@ -89,7 +89,7 @@ def run(settings: Settings) -> reporting.Report:
   for source, other in zip(checkpoint[1:], found[1:], strict=True):
     _check_like(checkpoint[0], config, source, runs.configuration(other, *settings.gin))
     training.class_names.check(f'--checkpoint={source}', other.class_names, opened.class_names)
-  task = settings.dataset or opened.task
+  task = settings.dataset or str(opened.task)
   info = data.classification_info(task)
   opened.model.validate(info)
   training.class_names.check(f'--dataset={task}', info.class_names, opened.class_names)

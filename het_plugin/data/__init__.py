@@ -1,23 +1,24 @@
 """Data: tasks read by global position, preprocessing, vocabularies and seqio tasks."""
 
+from typing import TYPE_CHECKING
+
 from het_plugin.system import faces
 
-# Imported on first use: estimators need no images, and only the last two import TensorFlow.
-_MODULES = {
-  'pipeline': (
-    'BatchIterator',
-    'DatasetConfig',
-    'classification_info',
-    'element_spec',
-    'get_dataset',
-    'one_pass',
-    'task_info',
-    'total_steps',
-  ),
-  'sources': ('ImageTextInfo', 'TaskInfo'),
-  'seqio_task': ('ImageFeatureConverter', 'ImageTextFeatureConverter'),
-  'vocabularies': ('get_vocabulary', 'tokenize'),
-}
+if TYPE_CHECKING:  # imported on first use: estimators need no images, and two bring TensorFlow
+  from het_plugin.data import annotations, array_source, image_folder, preprocess, sources, tasks
+  from het_plugin.data.pipeline import (
+    BatchIterator,
+    DatasetConfig,
+    classification_info,
+    element_spec,
+    get_dataset,
+    one_pass,
+    task_info,
+    total_steps,
+  )
+  from het_plugin.data.seqio_task import ImageFeatureConverter, ImageTextFeatureConverter
+  from het_plugin.data.sources import ImageTextInfo, TaskInfo
+  from het_plugin.data.vocabularies import get_vocabulary, tokenize
 
 CONFIGURABLES = {
   'augment': ('CutMix', 'Mixup', 'RandAugment', 'RandomErasing'),
@@ -32,5 +33,4 @@ SAME_RESULTS = (
   'DatasetConfig.max_corrupt_fraction',
 )
 
-__all__ = [name for names in _MODULES.values() for name in names]
-__getattr__ = faces.on_first_use(__name__, _MODULES)
+__getattr__, __all__ = faces.on_first_use(__name__)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -20,6 +20,9 @@ from het_plugin.data import preprocess, reader, splits
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 from het_plugin.system import ranges
 from het_plugin.system.ranges import Count
+
+if TYPE_CHECKING:
+  from het_plugin.data.tasks import ImageTask
 
 Batch = reader.Batch
 
@@ -190,7 +193,7 @@ def _read_part(read: Callable, start: int, batch_size: int, parts: Sequence[np.n
   return read(start + batch * batch_size + parts[part])
 
 
-def task_info(name: str, vocabulary: str | None = None) -> TaskInfo | ImageTextInfo:
+def task_info(name: 'str | ImageTask', vocabulary: str | None = None) -> TaskInfo | ImageTextInfo:
   """Metadata of a task with class labels or captions; reads no images.
 
   vocab_size depends on `vocabulary`, which is as in DatasetConfig.
@@ -234,7 +237,7 @@ def total_steps(
   return -(-examples // dataset.batch_size)
 
 
-def classification_info(name: str) -> TaskInfo:
+def classification_info(name: 'str | ImageTask') -> TaskInfo:
   """`task_info` of a task that must have class labels."""
   info = task_info(name)
   if not isinstance(info, TaskInfo):
@@ -243,7 +246,7 @@ def classification_info(name: str) -> TaskInfo:
 
 
 def one_pass(
-  task: str,
+  task: 'str | ImageTask',
   split: str,
   *,
   image_size: int,
@@ -283,7 +286,9 @@ def one_pass(
   )
 
 
-def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchIterator:
+def get_dataset(
+  cfg: DatasetConfig, rows: Sequence[int] | np.ndarray | None = None
+) -> BatchIterator:
   """Batches of a task.
 
   `rows` are the row numbers of the global batch that this process supplies, in this order; None for

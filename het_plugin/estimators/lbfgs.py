@@ -168,8 +168,8 @@ def progress_of(progress: bool | str, head: str, total: int, unit: str) -> Progr
   """The progress of a fit, as `DetClassifier.progress` asks for it."""
   is_title = isinstance(progress, str)
   title, seconds = (f'{progress}: {head}', LINE_SECONDS) if is_title else (head, math.inf)
-  settings = {'seconds': seconds, 'first': FIRST_SECONDS, 'shown': bool(progress)}
-  return Progress(title, total, unit=unit, **settings)
+  shown = bool(progress)
+  return Progress(title, total, unit=unit, seconds=seconds, first=FIRST_SECONDS, shown=shown)
 
 
 def gap_of(values: Sequence[float], by_curvature: float) -> float:

@@ -1,6 +1,21 @@
 """A file for each command: source -> rows -> measure -> report; and evaluations during training."""
 
+from typing import TYPE_CHECKING
+
 from het_plugin.system import faces
+
+if TYPE_CHECKING:
+  from het_plugin.evaluation import (
+    candidates,
+    class_covariance,
+    examples,
+    fewshot,
+    uncertainty_report,
+    zeroshot,
+    zeroshot_datasets,
+  )
+  from het_plugin.evaluation.uncertainty_report import Evaluation
+  from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset, ZeroShotEvaluator
 
 CONFIGURABLES = {
   'actions': ('FewShotAction', 'ZeroShotAction'),
@@ -8,10 +23,4 @@ CONFIGURABLES = {
   'zeroshot_datasets': ('ZeroShotDataset', 'run_tokenizer'),
 }
 
-__getattr__ = faces.on_first_use(
-  __name__,
-  {
-    'uncertainty_report': ['Evaluation'],
-    'zeroshot_datasets': ['ZeroShotDataset', 'ZeroShotEvaluator'],
-  },
-)
+__getattr__, __all__ = faces.on_first_use(__name__)

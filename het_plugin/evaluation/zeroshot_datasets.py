@@ -11,7 +11,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from het_plugin.data import DatasetConfig, TaskInfo, task_info
+from het_plugin.data import DatasetConfig, TaskInfo, classification_info, task_info
 from het_plugin.evaluation import prompts, zeroshot
 from het_plugin.rows import of_batch, ordered
 from het_plugin.runs.per_example import Columns, PerExample
@@ -149,7 +149,7 @@ class ZeroShotEvaluator:
   ) -> zeroshot.Accuracy:
     model = run.model
     num_samples = self._num_samples
-    info = task_info(dataset.task)
+    info = classification_info(dataset.task)
     multi_label = info.multi_label and not info.annotators
 
     def hits_of(given: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -283,7 +283,7 @@ def digests(images: np.ndarray) -> np.ndarray:
 
 
 def _class_names(dataset: ZeroShotDataset) -> tuple[str, ...]:
-  info = task_info(dataset.task)
+  info = classification_info(dataset.task)
   names = prompts.readable_names(
     dataset.task, info.class_names, dataset.class_names, info.num_classes
   )

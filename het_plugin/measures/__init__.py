@@ -4,7 +4,12 @@ They need numpy, scipy and scikit-learn, and know neither JAX nor files nor flag
 K classes, D features.
 """
 
+from typing import TYPE_CHECKING
+
 from het_plugin.system import faces
 
-__all__ = ['few_shot']
-__getattr__ = faces.on_first_use(__name__, {'fewshot': ['few_shot']})
+if TYPE_CHECKING:
+  from het_plugin.measures import agreement, audit, rankme, uncertainty, votes
+  from het_plugin.measures.fewshot import few_shot
+
+__getattr__, __all__ = faces.on_first_use(__name__)

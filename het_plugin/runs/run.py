@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ class Run:
   step: int | None = None
   config: Any = None
   max_corrupt_fraction: float | None = None
-  resize: 'str | preprocess.ResizeAndCrop | None' = None
+  resize: "Literal['aspect', 'squash'] | preprocess.ResizeAndCrop | None" = None
   _compiled: dict[Hashable, PerExample] = dataclasses.field(default_factory=dict, repr=False)
 
   def predict(self, batch: Mapping[str, np.ndarray]) -> Columns:
@@ -236,7 +236,7 @@ class Run:
     Yields:
       The batches, and their number of examples, at most `max_examples`.
     """
-    task = self.task if task is None else task
+    task = task or self.task or ''
     info = data.task_info(task)
     max_labels = getattr(info, 'max_labels', None)  # captions have none
     if max_labels and getattr(info, 'multi_label', False):  # the configuration may know more

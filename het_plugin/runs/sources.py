@@ -182,7 +182,11 @@ class _OfTask:
     examples = tasks.get_task(self.task).examples
     (first, *_), _ = examples.read(whole, np.zeros(1, np.int64), MAX_SIDE, 0)
     side = min(MAX_SIDE, first.shape[0]) if isinstance(first, np.ndarray) else MAX_SIDE
-    settings = {'image_size': side, 'max_labels': info.max_labels, 'batch_size': _BATCH_SIZE}
+    settings: dict[str, Any] = {
+      'image_size': side,
+      'max_labels': info.max_labels,
+      'batch_size': _BATCH_SIZE,
+    }
     config = data.one_pass(self.task, split, bounded=False, **settings)
     parts = []
     with contextlib.closing(data.get_dataset(config)) as batches:

@@ -1,5 +1,10 @@
 """The ground floor: what every room may import; some of its modules need jax, orbax and etils."""
 
+from typing import TYPE_CHECKING
+
 from het_plugin.system import faces
 
-__getattr__ = faces.on_first_use(__name__)
+if TYPE_CHECKING:
+  from het_plugin.system import exit_codes, processes
+
+__getattr__, _ = faces.on_first_use(__name__)

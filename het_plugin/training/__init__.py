@@ -1,6 +1,11 @@
 """The built-in t5x-style trainer: it needs a model with the t5x interface and `BaseAction`s."""
 
+from typing import TYPE_CHECKING
+
 from het_plugin.system import faces
+
+if TYPE_CHECKING:
+  from het_plugin.training import checkpoint_reader, checkpoints, class_names, optimizers, state
 
 CONFIGURABLES = {
   'actions': ('TerminateOnNanAction', 'EarlyStoppingAction'),
@@ -38,4 +43,4 @@ SAME_RESULTS = (
   'CheckpointConfig.restore',
 )
 
-__getattr__ = faces.on_first_use(__name__)
+__getattr__, _ = faces.on_first_use(__name__)

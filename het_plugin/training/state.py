@@ -18,7 +18,7 @@ class TrainState(struct.PyTreeNode):
   step: jax.Array  # number of updates done, int32 []
   params: PyTree  # float32, as nested dicts
   opt_state: PyTree
-  optimizer_def: optimizers.OptaxWrapper = struct.field(pytree_node=False)
+  optimizer_def: optimizers.OptaxWrapper | None = struct.field(pytree_node=False)
   # logical axis names, laid out as flax's `params_axes` collection
   params_axes: core.FrozenDict = struct.field(pytree_node=False)
 

@@ -1,5 +1,7 @@
 """Reads and writes published weights; `layouts` and `towers` list the supported projects."""
 
+from typing import TYPE_CHECKING
+
 from het_plugin.system import faces
 from het_plugin.weights.files import is_weights_file, read_arrays, write_arrays
 from het_plugin.weights.hub import local
@@ -21,6 +23,9 @@ from het_plugin.weights.transfer import (
   unstacked,
 )
 
+if TYPE_CHECKING:
+  from het_plugin.weights import files, programs
+
 __all__ = [
   'HEADS',
   'INIT',
@@ -40,4 +45,4 @@ __all__ = [
   'unstacked',
   'write_arrays',
 ]
-__getattr__ = faces.on_first_use(__name__)
+__getattr__, _ = faces.on_first_use(__name__)
