@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from het_plugin import estimators, evaluation, measures, reporting, weights
+from het_plugin import estimators, evaluation, measures, reporting, runs, weights
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import OneOf, ResultFiles
 from het_plugin.commands._rows import RowsSettings, TextOrArrays, read
@@ -96,9 +96,9 @@ def run(settings: Settings) -> reporting.Report:
     settings.refuse((*_OF_FITS, 'write_pred_probs'), '--pred_probs, which is not fitted')
   if settings.write_pred_probs and not settings.write_pred_probs.endswith('.npy'):
     raise ValueError(f'--write_pred_probs={settings.write_pred_probs} must end in .npy')
-  source = settings.train
-  if source:
-    _check_suggested(suggest, source)
+  source = settings.train or ''
+  if source and suggest:
+    _check_suggested(suggest, source, settings.split)
   examples = None
   if settings.dataset:
     examples = evaluation.examples.Examples.of(settings.dataset, settings.split)
@@ -109,16 +109,15 @@ def run(settings: Settings) -> reporting.Report:
     )
   if settings.checkpoint:
     (source,) = settings.represented('het_plugin.audit', [settings.split])
-    _check_suggested(suggest, source)
+    if suggest:
+      _check_suggested(suggest, source, settings.split)
   probs = settings.write_pred_probs, settings.pred_probs
-  return report(source or '', fits, examples, settings.rounds, *probs, settings.unfinished)
+  return report(source, fits, examples, settings.rounds, *probs, settings.unfinished)
 
 
-def _check_suggested(path: str, source: str) -> None:
+def _check_suggested(path: str, source: str, split: str) -> None:
   """Raises ValueError if a file that is read would be replaced."""
-  if not path:
-    return
-  named = files.partition_source(source)[0].split(',')
+  named = files.partition_source(runs.sources.file_of(source, split) or '')[0].split(',')
   read = [file for x in named for file in (shards.names(x) if '*' in x else [x])]
   if Path(path).resolve() in (Path(x).resolve() for x in read):
     raise ValueError(f'--suggest={path} is read by the audit: name another file')

@@ -96,8 +96,11 @@ class _File:
   text: str
 
   def rows(self, split: str | None = None, columns: Sequence[str] = ('features',)) -> Rows:
+    return files.read(self.file(split), columns[0], mapped=True)
+
+  def file(self, split: str | None) -> str:
     del split  # the text has it
-    return files.read(self.text, columns[0], mapped=True)
+    return self.text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,18 +109,14 @@ class _Folder:
   split: str | None
 
   def rows(self, split: str | None = None, columns: Sequence[str] = ('features',)) -> Rows:
-    train, test = (self._of(self.split), None) if self.split else self.halves()
-    path = train if split == 'train' or test is None else test
-    return files.read(path, columns[0], mapped=True)
+    return files.read(self.file(split), columns[0], mapped=True)
 
-  def halves(self) -> tuple[str, str | None]:
-    """The files train and test, or else validation; or the only file."""
-    found = self._files()
-    return (found[0], None) if len(found) == 1 else (self._of('train'), self._of(*TEST_SPLITS))
-
-  def _of(self, *splits: str) -> str:
-    """The file of the first of the splits that has one."""
-    found = self._files()
+  def file(self, split: str | None) -> str:
+    """The file of a split, by default test or else validation; or the only file."""
+    found = self.paths()
+    if len(found) == 1 and not self.split:
+      return found[0]
+    splits = [x for x in (self.split, split) if x][:1] or TEST_SPLITS
     named = {x: [file for file in found if _name(file) == x] for x in splits}
     if len(chosen := next(filter(None, named.values()), [])) != 1:
       raise ValueError(
@@ -126,7 +125,7 @@ class _Folder:
       )
     return chosen[0]
 
-  def _files(self) -> list[str]:
+  def paths(self) -> list[str]:
     """All but those of an unfinished split; several files that are one split have one name."""
     paths = (x for suffix in _WRITTEN for x in Path(self.path).rglob(f'[!.]*{suffix}'))
     paths = (x for x in paths if not x.parent.name.startswith('.'))
@@ -214,4 +213,12 @@ def _described(rows: Rows, task: str, split: str, about: Mapping[str, Any]) -> R
 def halves(text: str) -> tuple[str, str | None]:
   """The files train and test of a folder of representations; else the text itself, and None."""
   source = open_source(text)
-  return source.halves() if isinstance(source, _Folder) else (text, None)
+  if not isinstance(source, _Folder):
+    return text, None
+  return source.file('train'), source.file(None) if len(source.paths()) > 1 else None
+
+
+def file_of(text: str, split: str | None) -> str | None:
+  """The file, as `rows.read` takes it, whose rows a text names; None if they are computed."""
+  source = open_source(text)
+  return source.file(split) if isinstance(source, _File | _Folder) else None

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from het_plugin import rows, runs, weights
-from het_plugin.commands import evaluate, fewshot, probe, select
+from het_plugin.commands import audit, evaluate, fewshot, probe, select
+from het_plugin.runs import sources
 from het_plugin.runs.sources import open_source
 
 
@@ -54,6 +55,11 @@ def test_a_folder_of_represent_is_a_source(tmp_path, run_main):
   assert open_source(folder).rows().label.tolist() == [1] * 6
   assert open_source(f'{folder}:validation').rows('train').label.tolist() == [1] * 6
   assert 'RankMe' in run_main(select, 'knn', f'--train={folder}', '--metric=cosine')
+  assert sources.halves(folder) == tuple(
+    f'{folder}/pre_logits/{split}.safetensors' for split in ('train', 'validation')
+  )
+  replaced = f'--suggest={folder}/pre_logits/train.safetensors'
+  assert 'is read by the audit' in run_main(audit, f'--train={folder}', replaced, code=2)
   with pytest.raises(ValueError, match='or one named test; it has .*validation.safetensors: name'):
     open_source(f'{folder}:test').rows()
 
