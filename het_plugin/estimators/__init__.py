@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING
 from het_plugin.system import faces
 
 if TYPE_CHECKING:
-  from het_plugin.estimators import audit, classifier, inputs, noise_gain, probe, resuming
+  from het_plugin.estimators import (
+    audit,
+    classifier,
+    inputs,
+    noise_gain,
+    placement,
+    probe,
+    resuming,
+  )
   from het_plugin.estimators.classifiers import (
     CLASSIFIERS,
     DetClassifier,
