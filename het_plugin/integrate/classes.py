@@ -247,23 +247,22 @@ def linear_location(logits: GaussianLogits) -> Linear | None:
   return projection if is_shared else logits.location_from
 
 
-def _location_over_tau(logits: GaussianLogits) -> Classes | None:
-  """The location alone as phi, W and b over tau, if they are known."""
+def _made_location(logits: GaussianLogits) -> Classes | None:
+  """The location alone as phi, W and b, if they are known."""
   linear = linear_location(logits)
   if linear is None or linear.phi is None or linear.bias is None:
     return None
-  inverse = 1.0 / logits.temperature
   # No second W where the noise has the same.
   own = None if linear is logits.projection else linear.kernel
-  return Classes(phi=linear.phi * inverse, location_kernel=own, bias=linear.bias * inverse)
+  return Classes(phi=linear.phi, location_kernel=own, bias=linear.bias)
 
 
 def noisy_classes(logits: GaussianLogits, noise: LowRank, in_tiles: bool) -> Classes:
-  """The classes of logits with noise over tau that has the remainder 'rank_one'.
+  """The classes of logits over tau with noise that has the remainder 'rank_one'.
 
   In tiles, the location is made of phi and W, and never exists as a whole.
   """
-  made = _location_over_tau(logits) if in_tiles else None
+  made = _made_location(logits) if in_tiles else None
   if isinstance(logits.projection, Linear):
     kernel = logits.projection.kernel
     if made is not None:
@@ -271,30 +270,28 @@ def noisy_classes(logits: GaussianLogits, noise: LowRank, in_tiles: bool) -> Cla
   else:
     kernel = None
     noise = project(noise, logits.projection)
-  location = logits.location[:, None] / logits.temperature
-  return Classes(location=location, noise=noise, kernel=kernel)
+  return Classes(location=logits.location[:, None], noise=noise, kernel=kernel)
 
 
 def classes_of(
   logits: GaussianLogits, vectors: jax.Array | None = None, kind: str = 'samples'
 ) -> Classes:
-  """The classes of logits without noise; or with noise over tau that W or W' projects.
+  """The classes of logits over tau without noise, or with noise that W or W' projects.
 
   Args:
-    logits: `GaussianLogits`.
-    vectors: noise over tau in the noise space [B, n, Q], as in `Classes`. None for the location.
+    logits: over tau.
+    vectors: noise in the noise space [B, n, Q], as in `Classes`. None for the location.
     kind: as in `Classes`.
   """
-  made = _location_over_tau(logits)
+  made = _made_location(logits)
   kernel = logits.projection.kernel if isinstance(logits.projection, Linear) else None
   if vectors is None:
     linear = linear_location(logits)
     if made is None or made.phi is None or linear is None:
-      return Classes(location=logits.location[:, None] / logits.temperature)
+      return Classes(location=logits.location[:, None])
     return Classes(bias=made.bias, vectors=made.phi[:, None], kernel=linear.kernel)
   if made is None or made.phi is None:
-    location = logits.location[:, None] / logits.temperature
-    return Classes(location=location, vectors=vectors, kernel=kernel, kind=kind)
+    return Classes(location=logits.location[:, None], vectors=vectors, kernel=kernel, kind=kind)
   if made.location_kernel is not None:  # W' of eq. 14
     return dataclasses.replace(made, vectors=vectors, kernel=kernel, kind=kind)
   phi = made.phi[:, None]  # which the same W projects: one product
@@ -668,7 +665,7 @@ def top_class(logits: GaussianLogits, max_bytes: int = MAX_BYTES) -> jax.Array:
   tiling = Tiling.of(logits, 1, max_bytes)
   if tiling.is_whole or linear_location(logits) is None:
     return jnp.argmax(masked(logits, logits.location), axis=-1)
-  classes = jax.lax.stop_gradient(classes_of(logits))
+  classes = jax.lax.stop_gradient(classes_of(logits))  # in which tau changes no order
   return EveryClass(tiling, classes).top_k(mean_of_class, 1)[0][:, 0]
 
 

@@ -220,6 +220,38 @@ def _checked_linear(linear: Linear | None, dtype: jnp.dtype) -> Linear | None:
   return dataclasses.replace(linear, phi=phi, bias=bias)
 
 
+def over_tau(logits: GaussianLogits) -> GaussianLogits:
+  """The same distribution of logits over tau, with a temperature of 1."""
+  tau = logits.temperature
+  inverse = 1.0 / tau
+  projection = logits.projection
+  if isinstance(projection, Linear):
+    projection = _scaled_linear(projection, inverse)
+  elif isinstance(projection, Opaque):
+    get_logits = projection.get_logits
+    projection = dataclasses.replace(
+      projection,
+      params=(projection.params, tau),
+      get_logits=lambda params, x: get_logits(params[0], x).astype(tau.dtype) / params[1],
+    )
+  is_noisy = logits.covariance is not None and not isinstance(projection, Opaque)
+  return dataclasses.replace(
+    logits,
+    location=logits.location / tau,
+    covariance=logits.noise.scaled(inverse) if is_noisy else logits.covariance,
+    projection=projection,
+    temperature=jnp.ones_like(tau),
+    location_from=_scaled_linear(logits.location_from, inverse),
+  )
+
+
+def _scaled_linear(linear: Linear | None, factor: jax.Array) -> Linear | None:
+  """The same location times `factor`; the noise has its own factor, and W none."""
+  if linear is None or linear.phi is None or linear.bias is None:
+    return linear
+  return dataclasses.replace(linear, phi=linear.phi * factor, bias=linear.bias * factor)
+
+
 def is_valid(logits: GaussianLogits) -> jax.Array:
   """bool [Kp], False at padded classes."""
   return jnp.arange(logits.location.shape[-1]) < logits.num_classes

@@ -12,7 +12,7 @@ from jax import core
 from het_plugin.integrate import samplers
 from het_plugin.integrate.classes import MAX_BYTES, linear_location
 from het_plugin.integrate.directions import Draws
-from het_plugin.integrate.gaussian import GaussianLogits, Hashed, Opaque, checked, masked
+from het_plugin.integrate.gaussian import GaussianLogits, Hashed, Opaque, checked, masked, over_tau
 from het_plugin.integrate.placement import on_mesh_of_caller
 from het_plugin.integrate.sampled_logits import Sampling, of_location
 from het_plugin.integrate.sigmoid import ExactSigmoid, SampledSigmoid
@@ -171,7 +171,7 @@ class Integrator:
       logits: logits of B examples with noise, and the link 'softmax'.
       keys: as in `nll`.
     """
-    logits = checked(logits)
+    logits = over_tau(checked(logits))
     if isinstance(logits.projection, Hashed) and has_fewer_buckets(logits):
       logits = self._of_buckets(logits, logits.projection, keys).of_buckets()
     return self._sampling.draws(logits, keys)
@@ -246,7 +246,7 @@ class Integrator:
     return on_mesh_of_caller(self._log_odds, 'bk', check_sigmoid(checked(logits)), keys)
 
   def _log_odds(self, logits: GaussianLogits, keys: jax.Array | None) -> jax.Array:
-    return masked(logits, self._sigmoid(logits, keys).log_odds())
+    return masked(logits, self._sigmoid(over_tau(logits), keys).log_odds())
 
   def expected_entropy(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """E[H(y | x, z)], the entropy given the noise, averaged over the noise.
@@ -283,6 +283,7 @@ class Integrator:
 
     Labels int32 [B, L] are given if only their probabilities are wanted.
     """
+    logits = over_tau(logits)
     if logits.link == 'sigmoid':
       return self._sigmoid(logits, keys)
     if logits.covariance is None:

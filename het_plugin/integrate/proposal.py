@@ -438,7 +438,7 @@ def choose(
 
   Args:
     tiling: how classes are cut.
-    logits: with noise, and a known projection.
+    logits: over tau, with noise and a known projection.
     label: int32 [B], class ids; anything where there is none.
     keys: typed PRNG keys [B], or [1].
     sampler: of the points of q.
@@ -491,10 +491,10 @@ def choose(
 
 
 def along_label(logits: GaussianLogits, label: jax.Array) -> tuple[LowRank, jax.Array | None]:
-  """The noise over tau with the remainder 'rank_one': a remainder 'diag' keeps its part along the
+  """The noise with the remainder 'rank_one': a remainder 'diag' keeps its part along the
   direction [B, Q] that moves the label, which is returned too.
   """
-  noise = logits.noise.scaled(1.0 / logits.temperature)
+  noise = logits.noise
   if noise.remainder == 'rank_one':
     return noise, None
   if isinstance(logits.projection, Linear):
@@ -516,7 +516,7 @@ def directions(tiling: Tiling, logits: GaussianLogits) -> jax.Array:
   """
   logits = jax.lax.stop_gradient(logits)
   num_normals = logits.noise.num_normals
-  noise = logits.noise.scaled(1.0 / logits.temperature)
+  noise = logits.noise
   if noise.remainder == 'diag':
     noise = dataclasses.replace(noise, diag=jnp.zeros_like(noise.diag), remainder='rank_one')
   few = few_classes(tiling, noisy_classes(logits, noise, not tiling.is_whole), None)

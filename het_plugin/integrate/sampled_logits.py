@@ -109,7 +109,7 @@ class Sampling:
     """Samples of logits with noise.
 
     Args:
-      logits: with noise.
+      logits: over tau, with noise.
       keys: typed PRNG keys [B] or [1], or draws.
       labels: int32 [B, L] if only their probabilities are wanted; samples then follow the label of
         an example with one (`proposal`).
@@ -171,7 +171,6 @@ class Sampling:
     size = -(-num_samples // num_chunks)  # of nearly equal size: less of the last one is wasted
     batch = logits.location.shape[0]
     noise = logits.noise
-    over_tau = noise.scaled(1.0 / logits.temperature)
     projection = logits.projection
 
     def normals(index: jax.Array) -> jax.Array:
@@ -187,23 +186,22 @@ class Sampling:
         z = normals(index)
         phi = projection.phi[:, None] + noise.noise(z)  # [B, s, D]
         u = projection.get_logits(projection.params, phi.reshape(-1, phi.shape[-1]))
-        u = u.reshape(*phi.shape[:2], -1).astype(noise.diag.dtype)  # [B, s, K]
-        return Classes(location=u / logits.temperature), None
+        return Classes(location=u.reshape(*phi.shape[:2], -1)), None  # [B, s, K]
       if isinstance(projection, Linear):
         if projects_factors(logits, num_samples):
-          return classes_of(logits, over_tau.factors(), 'factors'), normals(index)
+          return classes_of(logits, noise.factors(), 'factors'), normals(index)
         if isinstance(draws, Chosen) and num_chunks == 1:
           # Only the mean and the differences are projected.
           mean, away = draws.mean_and_away(
             self.sampler, index[: draws.num_pairs], noise.num_normals
           )
           rows = jnp.concatenate([mean, away], axis=1).astype(noise.diag.dtype)
-          return classes_of(logits, over_tau.noise(rows), 'pairs'), None
-        return classes_of(logits, over_tau.noise(normals(index))), None
-      location = logits.location[:, None] / logits.temperature
+          return classes_of(logits, noise.noise(rows), 'pairs'), None
+        return classes_of(logits, noise.noise(normals(index))), None
+      location = logits.location[:, None]
       if _has_tiles(logits):
-        return Classes(location=location, noise=project(over_tau, projection)), normals(index)
-      eps = over_tau.noise(normals(index))  # [B, s, Q]
+        return Classes(location=location, noise=project(noise, projection)), normals(index)
+      eps = noise.noise(normals(index))  # [B, s, Q]
       eps = eps[..., projection.buckets] if isinstance(projection, Hashed) else eps
       return Classes(location=location + eps), None
 

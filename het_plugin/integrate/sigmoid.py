@@ -45,6 +45,7 @@ from het_plugin.integrate.gaussian import (
   Hashed,
   Linear,
   apply_projection,
+  over_tau,
 )
 from het_plugin.integrate.placement import dims
 from het_plugin.integrate.sampled_logits import Chunk, Samples
@@ -245,7 +246,7 @@ class ExactSigmoid:
   def of(
     cls, logits: GaussianLogits, max_bytes: int, principal_factors: int | None = None
   ) -> 'ExactSigmoid':
-    """The link of logits with a known projection; arguments as in `Integrator`.
+    """The link of logits over tau with a known projection; arguments as in `Integrator`.
 
     The variance of class k is the sum over factors of their squares in logit space. It costs B Kp
     without a projection, B H and an indexing with a hash, and (R + 1) Q Kp multiply-adds per
@@ -253,7 +254,7 @@ class ExactSigmoid:
     """
     if logits.covariance is None:
       return cls(Tiling.of(logits, 2, max_bytes), classes_of(logits))
-    noise = logits.noise.scaled(1.0 / logits.temperature)
+    noise = logits.noise
     match logits.projection:
       case Linear():
         noise = noise if principal_factors is None else reduced(noise, principal_factors)
@@ -263,10 +264,9 @@ class ExactSigmoid:
       case Hashed(buckets):
         tiling = Tiling.of(logits, NUM_VALUES, max_bytes)
         return cls(tiling, classes_of(logits), noise.variances(), buckets)
-    location = logits.location[:, None] / logits.temperature
     num_values = NUM_VALUES + (noise.num_factors if noise.scale is None else 0)
     tiling = Tiling.of(logits, num_values, max_bytes)
-    return cls(tiling, Classes(location=location, noise=noise))
+    return cls(tiling, Classes(location=logits.location[:, None], noise=noise))
 
   def nll(self, labels: jax.Array) -> jax.Array:
     """The sum over classes of -log p(y_k), [B], with y_k = 1 for the labels int32 [B, L]."""
@@ -367,7 +367,7 @@ def marginals(logits: GaussianLogits) -> tuple[jax.Array, jax.Array]:
 
   No opaque projection has them.
   """
-  exact = ExactSigmoid.of(logits, MAX_BYTES)
+  exact = ExactSigmoid.of(over_tau(logits), MAX_BYTES)
   whole = dataclasses.replace(exact.tiling, tile=logits.location.shape[-1])
 
   def mean(tile: Tile, constants: None, spread: jax.Array | None) -> jax.Array:

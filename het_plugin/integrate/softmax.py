@@ -368,15 +368,13 @@ def bucket_logits(logits: GaussianLogits, top: jax.Array, log_total: jax.Array) 
 
   Arguments are those of HET-H, and what `bucket_sums` returns.
   """
-  noise = logits.noise.scaled(1.0 / logits.temperature)
   num_buckets = top.shape[-1]
   location = jnp.maximum(top + log_total, PADDED)
   rest = -num_buckets % num_shards('vocab')
   location, noise = jax.tree.map(
-    lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, rest),)), (location, noise)
+    lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, rest),)), (location, logits.noise)
   )
-  one = jnp.ones_like(logits.temperature)
-  return GaussianLogits(location, noise, None, one, num_classes=num_buckets)
+  return GaussianLogits(location, noise, None, logits.temperature, num_classes=num_buckets)
 
 
 def _log_share(tile: Tile, top: jax.Array, log_total: jax.Array) -> jax.Array:
