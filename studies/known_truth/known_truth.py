@@ -53,6 +53,7 @@ NOISE_CS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0)  # ascending
 TRUE_SAMPLES = 512
 SETTINGS = {'tol': 1e-3, 'max_iter': 150}
 NUM_SAMPLES = 32
+ERROR_BARS = {'markersize': 4, 'elinewidth': 1}  # of plots
 MAP_FACTORS = 2  # R of the points of the map
 KEY = ('truth', 'head', 'link', 'k', 'd', 'r', 'noise', 'n')
 
@@ -451,10 +452,9 @@ def draw_prediction(rows, path):
       [x['share'] for x in found],
       [x['stderr'] / x['possible'] for x in found],
       fmt='s' if link == 'softmax' else 'o',
-      markersize=4,
-      elinewidth=1,
       color=color,
       label=f'{head.upper().replace("_", "-")}, {link}',
+      **ERROR_BARS,
     )
   ax.set_xlabel('predicted share; -1 or less')
   ax.set_ylabel('share of the possible gain')

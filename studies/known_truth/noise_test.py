@@ -87,17 +87,8 @@ def plot(path, rows):
     columns = ([row[x] for row in of_source] for x in ('predicted', 'measured', 'stderr'))
     predicted, measured, errors = columns
     label = source.replace('_', ' ')
-    ax.errorbar(
-      predicted,
-      measured,
-      None,
-      errors,
-      fmt='o',
-      markersize=4,
-      elinewidth=1,
-      color=color,
-      label=label,
-    )
+    bars = known_truth.ERROR_BARS
+    ax.errorbar(predicted, measured, None, errors, fmt='o', color=color, label=label, **bars)
   for axis in (ax.set_xscale, ax.set_yscale):
     axis('symlog', linthresh=1e-3)
   ax.axline((0, 0), (0.1, 0.1), color='#999999', linewidth=1)
