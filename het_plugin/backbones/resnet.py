@@ -38,8 +38,8 @@ ROOT_WIDTH = 64
 class StandardizedConv(nn.Module):
   """A convolution without bias whose kernel has mean 0 and variance 1 per output channel.
 
-  Parameter: kernel [kernel_size, kernel_size, I, O]. Statistics are over all axes except O, in
-  float32.
+  Parameter: kernel [kernel_size, kernel_size, I / groups, O]. Statistics are over all axes except
+  O, in float32.
 
   Attributes:
     features: O.
@@ -51,6 +51,7 @@ class StandardizedConv(nn.Module):
     dtype: compute type of operands and result.
     epsilon: added to the variance.
     is_plain: takes the kernel as it is, and adds a bias [O].
+    groups: number of groups of channels that do not see each other.
   """
 
   features: int
@@ -61,11 +62,12 @@ class StandardizedConv(nn.Module):
   dtype: DTypeLike = jnp.float32
   epsilon: float = 1e-10
   is_plain: bool = False
+  groups: int = 1
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """x [B, H, W, I] -> [B, H', W', O]."""
-    shape = self.kernel_size, self.kernel_size, x.shape[-1], self.features
+    shape = self.kernel_size, self.kernel_size, x.shape[-1] // self.groups, self.features
     kernel = param('kernel', nn.initializers.he_normal(), shape, (None, None, *self.axes))
     if not self.is_plain:
       kernel = kernel - kernel.mean(axis=(0, 1, 2))
@@ -77,6 +79,7 @@ class StandardizedConv(nn.Module):
       window_strides=(self.stride, self.stride),
       padding='SAME' if self.same_padding else sides,
       dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+      feature_group_count=self.groups,
     )
     if not self.is_plain:
       return y
@@ -87,6 +90,8 @@ class StandardizedConv(nn.Module):
 class Bottleneck(nn.Module):
   """A residual unit of three convolutions: 1 x 1, 3 x 3 with the stride, 1 x 1 to 4 x the width; or
   with `is_basic` of two: 3 x 3 with the stride, 3 x 3.
+
+  Inside there are `inner_factor` times the width, and the 3 x 3 convolution has `groups`.
 
   v1.5 normalises after each convolution and applies ReLU to the sum. v2 normalises and applies ReLU
   before each convolution and leaves the sum unchanged. With the norm 'folded' nothing normalises.
@@ -99,6 +104,8 @@ class Bottleneck(nn.Module):
   norm: str = 'group'
   is_basic: bool = False
   kernel_epsilon: float = 1e-10
+  groups: int = 1
+  inner_factor: int = 1
   scanned: bool = False  # returns (carry, output), the result and None
 
   @nn.compact
@@ -108,12 +115,15 @@ class Bottleneck(nn.Module):
     """
     before = self.version == 'v2'
     is_folded = self.norm == 'folded'
-    width = self.width
-    outside = width if self.is_basic else 4 * width
+    inside = self.inner_factor * self.width
+    outside = self.width if self.is_basic else 4 * self.width
 
     def conv(name, features, size, axes, x, stride=1):
       same = not (before or is_folded)
       rest = {'epsilon': self.kernel_epsilon, 'is_plain': is_folded, 'name': name}
+      if size == 3 and self.groups > 1:
+        rest['groups'] = self.groups
+        axes = (None, axes[1])  # the few channels of a group are not split
       return StandardizedConv(features, size, axes, stride, same, self.dtype, **rest)(x)
 
     def norm(name, axis, x, **kwargs):
@@ -138,7 +148,7 @@ class Bottleneck(nn.Module):
     for number, size in enumerate(sizes[:-1], start=1):
       axes = ('embed', 'mlp') if number == 1 else ('mlp', 'embed')
       stride = self.stride if number == strided + 1 else 1
-      y = _sharded(conv(f'conv{number}', width, size, axes, y, stride))
+      y = _sharded(conv(f'conv{number}', inside, size, axes, y, stride))
       y = nn.relu(norm(f'norm{number + before}', 'mlp', y))
     y = _whole(conv(f'conv{last}', outside, sizes[-1], ('mlp', 'embed'), y))
     if not before:
@@ -160,6 +170,10 @@ class ResNet(nn.Module):
     norm: 'group', with standardised kernels; or 'folded' for v1.5, where convolutions have a bias
       in place of a normalisation: that of a published file is folded into them.
     block: 'bottleneck', or 'basic' as in the depths 18 and 34.
+    groups: of the channels in the 3 x 3 convolutions of bottlenecks: 32 in ResNeXt-50 32x4d (Xie et
+      al. 2017, https://arxiv.org/abs/1611.05431).
+    inner_factor: multiplies the channels inside bottlenecks: 2 in ResNeXt-50 32x4d, and in a Wide
+      ResNet-50-2.
     kernel_epsilon: added to the variance of a kernel that is standardised.
     image_mean: levels of the channels that are subtracted from the image, so that convolutions
       which pad with zeros pad with them; None for zeros.
@@ -187,6 +201,8 @@ class ResNet(nn.Module):
   stochastic_depth: Rate = 0.0
   norm: Literal['group', 'folded'] = 'group'
   block: Literal['bottleneck', 'basic'] = 'bottleneck'
+  groups: Count = 1
+  inner_factor: Count = 1
   kernel_epsilon: Rate = 1e-10
   image_mean: Sequence[float] | None = None
 
@@ -194,6 +210,13 @@ class ResNet(nn.Module):
     ranges.check(self)
     if self.norm == 'folded' and self.version == 'v2':
       raise ValueError("ResNet.norm='folded' needs ResNet.version='v1.5'")
+    if self.block == 'basic' and (self.groups, self.inner_factor) != (1, 1):
+      raise ValueError("ResNet.groups and ResNet.inner_factor need ResNet.block='bottleneck'")
+    if (self.width * self.inner_factor) % self.groups:
+      raise ValueError(
+        f'ResNet.groups={self.groups} must divide the {self.width * self.inner_factor} channels '
+        'inside its first units'
+      )
     if self.norm == 'group' and self.width % GroupNorm.num_groups:
       raise ValueError(
         f'ResNet.width={self.width} must be a multiple of the {GroupNorm.num_groups} groups of the '
@@ -239,6 +262,8 @@ class ResNet(nn.Module):
       'norm': self.norm,
       'is_basic': self.block == 'basic',
       'kernel_epsilon': self.kernel_epsilon,
+      'groups': self.groups,
+      'inner_factor': self.inner_factor,
     }
     x, outputs = run_stages(self, x, Bottleneck, self.stages, self.width, train, **settings)
     intermediates |= outputs

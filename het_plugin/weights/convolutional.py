@@ -198,15 +198,21 @@ def _resnet_stages(flat: Mapping[str, np.ndarray]) -> dict[str, Any]:
   units = [name.partition('/')[0] for name in flat if name.endswith('/conv1/kernel')]
   stages = sorted({unit.partition('_')[0] for unit in units})
   width = flat['conv_root/kernel'].shape[-1]
+  *_, inputs, outputs = flat['stage1_unit01/conv2/kernel'].shape
+  is_basic = 'stage1_unit01/conv3/kernel' not in flat
+  groups = 1 if is_basic else outputs // inputs
+  inner_factor = 1 if is_basic else outputs // width
   for name in units:
-    inner = width * 2 ** (int(name[5]) - 1)
+    inner = width * inner_factor * 2 ** (int(name[5]) - 1)
     kernel = flat[f'{name}/conv2/kernel']
-    if kernel.shape != (3, 3, inner, inner):
+    if not inner or kernel.shape != (3, 3, inner // groups, inner):
       raise ValueError(
-        f'the second convolution of {name} has the shape {kernel.shape}, and a plain ResNet '
-        f'{(3, 3, inner, inner)}: groups and other widths cannot be read'
+        f'the second convolution of {name} has the shape {kernel.shape}, and after the first stage '
+        f'of the file it should be {(3, 3, inner // groups, inner)}'
       )
+  shape = {'groups': groups, 'inner_factor': inner_factor}
   return {
     'stages': tuple(sum(x.startswith(f'{y}_') for x in units) for y in stages),
     'width': width,
+    **({} if (groups, inner_factor) == (1, 1) else shape),
   }

@@ -38,7 +38,7 @@ _TIMM_OF_SHAPES = re.compile(
   r'swiglu_mlp|swiglu_align_to|weight_init|fix_init|head_init_scale|dynamic_img_size|'
   r'dynamic_img_pad|strict_img_size|use_abs_pos_emb|use_rot_pos_emb|\w*_rate|'
   r'rope_(?:shift|jitter|rescale)_coords|scale_mlp|scale_attn_inner|attn_type|'
-  r'attn_pool_mlp_ratio|use_post_transformer_norm|use_(?:shared_)?rel_pos_bias)'
+  r'attn_pool_mlp_ratio|use_post_transformer_norm|cardinality|base_width|use_(?:shared_)?rel_pos_bias)'
 )
 _TIMM_READ = (
   'num_heads',

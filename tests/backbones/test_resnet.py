@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import traverse_util
 from flax.linen import partitioning
 
 from het_plugin.backbones import ConvNeXt, ResNet, convnext, resnet, wide_resnet
@@ -31,6 +32,9 @@ def num_params(model):
   [
     (resnet('50x1', version='v1.5'), 1000, 25_557_032),
     (resnet('50x1', version='v2'), 1000, 25_549_352),
+    # As torchvision counts a ResNeXt-50 32x4d and a Wide ResNet-50-2.
+    (resnet('50x1', version='v1.5', groups=32, inner_factor=2), 1000, 25_028_904),
+    (resnet('50x1', version='v1.5', inner_factor=2), 1000, 68_883_240),
     # As timm counts them; Liu et al. and Woo et al. give 28.6M and 3.7M.
     (convnext('T', version='v1'), 1000, 28_589_128),
     (convnext('A', version='v2'), 1000, 3_708_400),
@@ -166,3 +170,27 @@ def test_a_cpu_adds_shifted_images_for_a_convolution_per_channel(dtype, error):
     np.testing.assert_allclose(ours(kernel), convolution(kernel), atol=error)
     slopes = [jax.grad(lambda k, f=f: jnp.square(f(k)).sum())(kernel) for f in (ours, convolution)]
   np.testing.assert_allclose(*slopes, rtol=10 * error, atol=100 * error)
+
+
+def test_groups_are_blocks_of_a_kernel():
+  """A ResNeXt against the ResNet whose 3 x 3 kernels are zero between the groups."""
+  settings = {'stages': (2,), 'width': 4, 'version': 'v1.5', 'norm': 'folded', 'inner_factor': 2}
+  grouped = ResNet(groups=2, **settings)
+  image = jax.random.normal(jax.random.key(0), (2, 32, 32, 3))
+  params = grouped.init(jax.random.key(1), image)['params']
+  flat = traverse_util.flatten_dict(params, sep='/')
+  assert flat['stage1_unit01/conv2/kernel'].shape == (3, 3, 4, 8)
+  for name, kernel in flat.items():
+    if name.endswith('conv2/kernel'):
+      first, second = np.split(kernel, 2, axis=-1)
+      flat[name] = np.zeros((3, 3, 8, 8), np.float32)
+      flat[name][:, :, :4, :4] = first
+      flat[name][:, :, 4:, 4:] = second
+  whole = {'params': traverse_util.unflatten_dict(flat, sep='/')}
+  expected, _ = ResNet(**settings).apply(whole, image)
+  found, _ = grouped.apply({'params': params}, image)
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  with pytest.raises(ValueError, match=r'ResNet.groups=3 must divide the 8 channels'):
+    ResNet(groups=3, **settings)
+  with pytest.raises(ValueError, match=r"ResNet.groups .* need ResNet.block='bottleneck'"):
+    ResNet(groups=2, block='basic', stages=(1,))

@@ -221,7 +221,7 @@ def test_batch_normalisation_is_folded():
   expected = (x + y).clip(0).mean(axis=(0, 1))
   np.testing.assert_allclose(phi_of(tower, image[None])[0], expected, rtol=1e-4)
   wide = arrays | {'layer1.0.conv2.weight': np.ones((4, 2, 3, 3))}
-  with pytest.raises(ValueError, match='stage1_unit01 has the shape .* groups and other widths'):
+  with pytest.raises(ValueError, match=r'stage1_unit01 has the shape .* should be \(3, 3, 4, 4\)'):
     weights.read_tower(wide, {})
   with pytest.raises(ValueError, match='no place in a ResNet, such as layer1.0.se.fc1.weight'):
     weights.read_tower(arrays | {'layer1.0.se.fc1.weight': np.ones(3)}, {})
@@ -709,6 +709,8 @@ def test_layers_without_a_place_are_named(ours):
     ('vit_intern300m_patch14_448', {'img_size': 56, 'embed_dim': 64, 'num_heads': 4}),
     ('resnet18', {'layers': (1, 2, 1, 1)}),
     ('resnet50', {'layers': (1, 2, 1, 1)}),
+    ('resnext50_32x4d', {'layers': (1, 2, 1, 1)}),
+    ('wide_resnet50_2', {'layers': (1, 2, 1, 1)}),
     ('convnext_xxlarge', {'depths': (1, 1, 1, 1), 'dims': (32, 64, 128, 256)}),
   ],
 )

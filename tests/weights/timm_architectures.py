@@ -65,8 +65,6 @@ def _resnet(model: Any) -> dict[str, Any]:
   row = {'num_heads': None, 'global_pool': model.global_pool.pool_type, 'act_layer': 'relu'}
   odd = {name_of(layer) for layer in model.modules()} - RESNET_LAYERS
   convolutions = [layer for layer in model.modules() if name_of(layer) == 'Conv2d']
-  if any(layer.groups > 1 for layer in convolutions):
-    odd.add('groups')
   if any(layer.dilation != (1, 1) for layer in convolutions):
     odd.add('dilation')
   if any(layer.eps != 1e-5 for layer in model.modules() if hasattr(layer, 'eps')):
@@ -76,8 +74,6 @@ def _resnet(model: Any) -> dict[str, Any]:
   block = model.layer2[0]
   if name_of(block) == 'Bottleneck' and block.conv1.stride != (1, 1):
     odd.add('stride')
-  if block.conv2.out_channels != 128:
-    odd.add('width')
   return row | {'unread': f'layers of its own ({", ".join(sorted(odd))})'} if odd else row
 
 
