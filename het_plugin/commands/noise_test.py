@@ -92,16 +92,15 @@ def of_run(run: runs.Run, task: str, split: str, **settings: Any) -> estimators.
   """`noise_test` of a trained DET, on a split that it was not trained on; every process calls it.
 
   Args:
-    run: of a `ClassificationModel` whose head is `Det`, see `check_run`.
+    run: of a `ClassificationModel` whose head is `Det`.
     task, split: whose examples are represented.
     **settings: batch_size and max_examples of `Run.rows`, and those of `noise_test`.
 
   Raises:
-    ValueError: the head has noise, or the labels do not fit.
+    ValueError: the labels do not fit.
   """
   from jax.experimental import multihost_utils
 
-  check_run(run.checkpoint, run.model)
   limits = {name: settings.pop(name) for name in ('batch_size', 'max_examples') if name in settings}
   rows = run.rows(split, ('features',), task=task, **limits)
   head = run.model.head
@@ -133,7 +132,13 @@ def of_runs(settings: Settings, fits: Mapping[str, Any]) -> reporting.Report:
   configs = [runs.configuration(source, *settings.gin) for source in settings.checkpoint]
   for config in configs:
     config.checkpoint.check_trained(hint='--train takes its representations')
-    check_run(config.checkpoint.path, config.argument('model'))
+    model = config.argument('model')
+    head = type(getattr(model, 'head', model)).__name__
+    if head != 'Det':
+      raise ValueError(
+        'noise_test is for a model whose head is Det; '
+        f'--checkpoint={config.checkpoint.path} has {head}: --train takes its representations'
+      )
   task, split = evaluate.task_and_split(settings.dataset, settings.split, configs)
   limits = settings.chosen('batch_size', 'max_examples')
   found = {
@@ -141,16 +146,6 @@ def of_runs(settings: Settings, fits: Mapping[str, Any]) -> reporting.Report:
     for name, config in zip(short_names(settings.checkpoint), configs, strict=True)
   }
   return make_report(found, f'{task}, split {split}')
-
-
-def check_run(checkpoint: str, model: Any) -> None:
-  """Raises a ValueError if the model of a checkpoint is no DET."""
-  head = type(getattr(model, 'head', model)).__name__
-  if head != 'Det':
-    raise ValueError(
-      f'noise_test is for a model whose head is Det; --checkpoint={checkpoint} has {head}: --train '
-      'takes its representations'
-    )
 
 
 def make_report(found: Mapping[str, estimators.noise_gain.Result], where: str) -> reporting.Report:
