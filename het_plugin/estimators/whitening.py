@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import threadpoolctl
 from flax import struct, traverse_util
 
 from het_plugin.estimators import compilation, placement
@@ -25,6 +26,8 @@ from het_plugin.integrate import LowRank
 MOMENT_ROWS = 8  # per feature
 LEAST_ROWS = 2**13  # what is nearly separable has few rows that count
 MAX_OUTPUTS = 2048  # up to so many outputs have an R
+# With two threads on a busy machine of two cores, eigh of 100 x 100 took 20 to 200 ms and not 1.
+THREAD_SIZE = 512
 # Curvatures are at least this, relative to that of a column of W: below, a gradient is rounding.
 MIN_CURVATURE = 1e-3
 
@@ -124,10 +127,23 @@ def of_features(moments: np.ndarray, ridge: np.ndarray) -> tuple[np.ndarray, np.
   # T T^T is the inverse of the moments, so badly scaled or correlated features cost no iterations.
   # The scale comes first: small features would lie below the floor otherwise.
   scale = 1.0 / np.sqrt(np.maximum(np.diag(moments), np.finfo(np.float32).tiny))
-  values, vectors = np.linalg.eigh(scale[:, None] * moments * scale)
+  values, vectors = _eigh(scale[:, None] * moments * scale)
   floor = values[-1] * len(moments) * np.finfo(np.float32).eps
   left = scale[:, None] * vectors / np.sqrt(np.maximum(values, floor))
   return left, np.square(left).T @ ridge
+
+
+def _eigh(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """`np.linalg.eigh`, on one thread where more of them would only wait for each other."""
+  if len(matrix) > THREAD_SIZE:
+    return np.linalg.eigh(matrix)
+  with _thread_pools().limit(limits=1, user_api='blas'):
+    return np.linalg.eigh(matrix)
+
+
+@functools.cache
+def _thread_pools() -> threadpoolctl.ThreadpoolController:
+  return threadpoolctl.ThreadpoolController()  # looks through all libraries of the process
 
 
 def whitening_of(model: Model, params, rows: Any) -> Whitening:
@@ -154,7 +170,7 @@ def whitening_of(model: Model, params, rows: Any) -> Whitening:
   for path, moments in output_moments.items():
     # R are the eigenvectors, and s^-2 the eigenvalues with the penalty, relative to a column of W:
     # directions of the noise that change little then move as fast as W.
-    values, right = np.linalg.eigh(moments)
+    values, right = _eigh(moments)
     strength = rows.noise_strength if is_noise(path) else rows.strength
     if on_features(model, path):
       of_penalty = np.square(left).T @ ridge(strength)

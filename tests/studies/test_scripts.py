@@ -1,12 +1,15 @@
 """The scripts of the studies at a tiny size: rows are consistent, and wrong flags are told."""
 
 import importlib
+import io
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from studies.known_truth import known_truth
 from studies.noisy_labels import noisy_labels
+from studies.people import people
 from studies.real_features import real_features
 
 KNOWN_TRUTH = known_truth.__name__
@@ -24,6 +27,7 @@ RUNS = {
     'nats with m = 1',
   ),
   f'{KNOWN_TRUTH} --problem=sigmoid,5,3,2,3,60 --heads=het': (2, 'het'),
+  'studies.known_truth.many_rows --sizes=500 --classes=5 --dim=3 --test=200': (2, 'True'),
   'studies.noise_default.noise_default --problems=known --seeds=0 --heads=het --rows=100': (
     3,
     'auto',
@@ -77,6 +81,45 @@ def test_real_features(run_script, run_main, monkeypatch, tmp_path):
   assert det['kl'] == det['nll'] and 0 < known['kl'] < known['nll']  # one label has no entropy
   again, printed = run_script(REAL_FEATURES, *flags)  # with the same --json
   assert again == rows and not any(', fold' in line for line in printed)
+
+
+@pytest.mark.slow
+def test_people(run_script, run_main, digits_run, monkeypatch, tmp_path):
+  """Of a run of ours and of features made elsewhere: 60 images with votes, 60 with many answers."""
+  rng = np.random.default_rng(0)
+  label = rng.integers(3, size=120)
+  jpeg = []
+  for k in label:
+    file = io.BytesIO()
+    image = np.clip(80 * k + rng.normal(size=(8, 8)), 0, 255).astype(np.uint8)
+    Image.fromarray(image).save(file, 'JPEG')
+    jpeg.append(np.frombuffer(file.getvalue(), np.uint8))
+  votes = np.where(rng.random((60, 3)) < 0.3, rng.integers(3, size=(60, 3)), label[:60, None])
+  p = 0.1 + 0.7 * np.eye(3)[label[60:]]
+  counts = np.stack([rng.multinomial(51, of_row) for of_row in p])
+  arrays = {'jpeg': np.concatenate(jpeg), 'label': label, 'annotators': votes}
+  arrays['jpeg_offset'] = np.cumsum([0, *map(len, jpeg)])
+  np.savez(tmp_path / 'cifar10_human.npz', human_counts=counts, **arrays)
+  features = np.eye(3)[label] + 0.3 * rng.normal(size=(120, 3))
+  np.savez(tmp_path / 'made.npz', features=features, index=np.arange(120))
+  monkeypatch.setattr(people, 'NUM_TRAIN', 60)
+  represent = importlib.import_module('het_plugin.commands.represent')
+  monkeypatch.setattr(people, 'run_represent', lambda flags: run_main(represent, *flags))
+  flags = [f'--data={tmp_path}', f'--towers={digits_run[0]},made={tmp_path / "made.npz"}']
+  flags += ['--folds=2', '--dim=2', '--C=0.1,1', '--heads=het', '--max_iter=20']
+  flags += [f'--work_dir={tmp_path / "work"}']
+  rows, _ = run_script(people.__name__, *flags)
+  tests = ['cifar10h', 'cifar10n', 'cifar10n, 51 people']
+  assert len(rows) == 2 * 3 * 3 and {row['test'] for row in rows} == {*tests}
+  made = {(row['test'], row['head']): row for row in rows if row['tower'] == 'made'}
+  for test in tests:
+    det, det_tau, het = (made[test, head] for head in ('det', 'det_tau', 'het'))
+    assert det['to_det'] == 0 and det_tau['to_det'] == pytest.approx(0, abs=1e-3)
+    assert het['to_det'] == pytest.approx(het['nll'] - det['nll'], abs=1e-6)
+    assert 0.6 < det['nll'] < 1.1 and det['accuracy'] > 0.8  # of 3 classes, ln 3 is 1.099
+    assert het['price'] > 0 and het['predicted'] is not None
+  again, printed = run_script(people.__name__, *flags)  # with the same --json
+  assert again == rows and not any(': fold' in line for line in printed)
 
 
 @pytest.mark.slow
@@ -165,6 +208,8 @@ WRONG = {
   NOISY_LABELS: '--no-cleanlab leaves it out',
   f'{NOISE_TEST} --only=none': '--only=none and --max_size=300000 leave no problem',
   f'{GLYPHS} --class_set=latin --split=shift': 'has no split shift: choose validation',
+  f'{people.__name__} --data=none --towers=a': '--data=none has no cifar10_human.npz',
+  'studies.known_truth.many_rows --plot=x.png': '--plot draws the rows of --json=None',
   f'{REAL_FEATURES} --parts=worse': '--data=None has no cifar10_human.npz',
 }
 
