@@ -59,7 +59,7 @@ from het_plugin import reporting
 from het_plugin.commands import audit as report_of
 from het_plugin.estimators import CLASSIFIERS
 from het_plugin.estimators import audit as of_files
-from het_plugin.estimators.settings import ROUNDS, GridSettings
+from het_plugin.estimators.settings import DET_TOL, ROUNDS, GridSettings
 
 FOLDS = 3
 C = 1.0
@@ -162,7 +162,8 @@ def scores(args, x, y):
     quality = get_label_quality_scores(y, again)
     found['cleanlab, fitted again'] = -quality, issues.mean(), time.process_time() - start
   for head in args.heads:
-    settings = GridSettings([head], folds=FOLDS, **SETTINGS)
+    tol = DET_TOL if head == 'det' else GridSettings.tol
+    settings = GridSettings([head], folds=FOLDS, tol=tol, **SETTINGS)
     for name, rounds in ((f'{head}, one round', 1), (head, ROUNDS)):
       start = time.process_time()
       with warnings.catch_warnings():

@@ -33,7 +33,7 @@ from het_plugin import estimators, evaluation, measures, reporting, runs, weight
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import OneOf, ResultFiles
 from het_plugin.commands._rows import RowsSettings, TextOrArrays, read
-from het_plugin.estimators.settings import ROUNDS, Grid, GridSettings, part
+from het_plugin.estimators.settings import DET_TOL, ROUNDS, Grid, GridSettings, part
 from het_plugin.rows import files, shards
 from het_plugin.system.flag_values import HEADS
 from het_plugin.system.ranges import Count
@@ -78,7 +78,8 @@ class Settings(RowsSettings, Grid, ResultFiles):
   @property
   def fits(self) -> GridSettings:
     """Settings of the fits."""
-    return GridSettings((self.head,), **vars(part(self, Grid)))
+    tol = DET_TOL if self.head == 'det' else GridSettings.tol
+    return GridSettings((self.head,), tol=tol, **vars(part(self, Grid)))
 
 
 def run(settings: Settings) -> reporting.Report:

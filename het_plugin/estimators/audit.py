@@ -22,12 +22,12 @@ from sklearn.model_selection import StratifiedKFold
 from het_plugin import rows as rows_lib
 from het_plugin.estimators import inputs, probe, starts, targets
 from het_plugin.estimators.classifier import HeadClassifier
-from het_plugin.estimators.settings import ROUNDS, GridSettings
+from het_plugin.estimators.settings import DET_TOL, ROUNDS, GridSettings
 from het_plugin.measures import audit as measure
 from het_plugin.measures import truths
 from het_plugin.system import run_files, temporary
 
-SETTINGS = GridSettings(('det',))  # those of the command
+SETTINGS = GridSettings(('det',), tol=DET_TOL)  # those of the command
 _GAIN = 0.002  # nats per label; less in `_PATIENCE` rounds ends the audit
 _PATIENCE = 2
 _SHARPNESS = 2  # the power of q; 1 is expectation-maximisation, and classification EM is infinity
