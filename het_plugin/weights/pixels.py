@@ -1,10 +1,12 @@
 """How the library of a published tower makes the pixels, from the descriptions beside its file."""
 
+import logging
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
+_log = logging.getLogger(__name__)
 Settings = Mapping[str, Any]
 
 FIELDS = ('mode', 'crop_fraction', 'filter', 'offset', 'fill')  # of `ResizeAndCrop`
@@ -129,8 +131,15 @@ def of_transformers(settings: Settings, file: str) -> dict[str, Any]:
 
 def _sizes(given: Settings, file: str, kind: str) -> dict[str, Any]:
   """Mode, size and fraction of the crop of an image processor."""
-  if kind == 'Siglip2':  # on square images
+  if kind == 'Siglip2':  # NaFlex, which keeps the aspect of an image
     side = given['patch_size'] * math.isqrt(given['max_num_patches'])
+    _log.warning(
+      'Images are made %d x %d pixels: the NaFlex of %s would keep their aspect, so features of '
+      'images that are not square differ from its own.',
+      side,
+      side,
+      file,
+    )
     return {'mode': 'squash', 'size': side, 'crop_fraction': 1.0}
   size = given['size']
   if isinstance(size, int):

@@ -700,6 +700,7 @@ def test_layers_without_a_place_are_named(ours):
     ('eva02_base_patch14_224', {'img_size': 56, 'embed_dim': 64, 'num_heads': 4}),
     ('eva02_base_patch16_clip_224', {'embed_dim': 64, 'num_heads': 4}),
     ('vit_pe_core_tiny_patch16_384', {}),
+    ('vit_pe_spatial_tiny_patch16_512', {}),
     ('vit_pe_core_base_patch16_224', {'embed_dim': 64, 'num_heads': 4}),
     ('vit_base_patch16_rope_reg1_gap_256', {'embed_dim': 64, 'num_heads': 4}),
     ('aimv2_large_patch14_224', {'img_size': 56, 'embed_dim': 64, 'num_heads': 4}),
