@@ -13,8 +13,6 @@ from pathlib import Path
 from latex2mathml import converter
 from mkdocs.structure.files import File
 
-import het_plugin
-
 ROOT = Path(__file__).parent
 PACKAGE = ROOT / 'het_plugin'
 # The pages of the root, the studies, examples and findings by their names on the site.
@@ -110,7 +108,10 @@ def _reference(room, modules):
 def _overview():
   """The page of the names that `het_plugin` has itself, and of its rooms, a line for each."""
   text = ['# Overview', '`from het_plugin import NAME` gives:', '| name | |\n|---|---|']
-  for room, name in ((room, name) for room, names in het_plugin._ROOMS.items() for name in names):
+  lazy = [
+    node for block in _tree('het_plugin').body if isinstance(block, ast.If) for node in block.body
+  ]
+  for room, name in ((node.module, alias.name) for node in lazy for alias in node.names):
     module = _definer(room, name)
     summary = _summary(module, name)
     text[-1] += f'\n| [`{name}`][{module}.{name}] | {summary} |'
@@ -122,7 +123,7 @@ def _overview():
 
 def _definer(room, name):
   """The module from which the room imports the name."""
-  imports = [x for x in _tree(f'het_plugin.{room}').body if isinstance(x, ast.ImportFrom)]
+  imports = [x for x in _tree(room).body if isinstance(x, ast.ImportFrom)]
   return next(x.module for x in imports if name in [alias.name for alias in x.names])
 
 
