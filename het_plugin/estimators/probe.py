@@ -12,7 +12,7 @@ from flax import traverse_util
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
 
-from het_plugin.estimators import inputs
+from het_plugin.estimators import inputs, resuming
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.classifiers import CLASSIFIERS
 from het_plugin.estimators.model import is_noise
@@ -25,16 +25,22 @@ def fit_titles(settings: GridSettings, num_folds: int) -> Iterator[str]:
   num_fits = {head: len(grid := settings.grid(head)) + (len(grid) > 1) for head in settings.heads}
   total = num_folds * sum(num_fits.values())
   done = 0
-  start = time.monotonic()
+  timed = 0  # fits with searches that were made now, and not taken from a folder
+  seconds = 0.0
   for count in num_fits.values():
     for fold, _ in itertools.product(range(num_folds), range(count)):
       of_fold = f', fold {fold + 1} of {num_folds}' if num_folds > 1 else ''
       left = ''
-      if done:
-        seconds = (time.monotonic() - start) / done * (total - done)
-        left = f' (all: ETA {datetime.timedelta(seconds=round(seconds))})'
+      if timed:
+        rest = datetime.timedelta(seconds=round(seconds / timed * (total - done)))
+        left = f' (all: ETA {rest})'
       done += 1
+      start = time.monotonic()
+      searches = resuming.num_made()
       yield f'fit {done} of {total}{of_fold}{left}'
+      if resuming.num_made() > searches:
+        timed += 1
+        seconds += time.monotonic() - start
 
 
 def are_known(labels, seen):

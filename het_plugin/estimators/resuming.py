@@ -33,6 +33,7 @@ from het_plugin.system import exit_codes, run_files, stopping
 
 _SECONDS = 30.0  # work that is lost if the process is killed; an exception or a signal loses none
 _ABOUT = 'about'  # the name of the file, and of an array that is no parameter
+_num_made = 0
 
 
 class _Search(NamedTuple):
@@ -114,8 +115,19 @@ def minimise(
   """
   searches = _current.get()
   if searches is None:
-    return lbfgs.minimise(model, params, rows, max_iter=max_iter, stops=stops, **limits)
+    return _made(model, params, rows, max_iter=max_iter, stops=stops, **limits)
   return searches.minimise(model, params, rows, max_iter, limits)
+
+
+def _made(*args: Any, **settings: Any) -> lbfgs.FitResult:
+  global _num_made
+  _num_made += 1
+  return lbfgs.minimise(*args, **settings)
+
+
+def num_made() -> int:
+  """How many searches this process has made, without those that a folder had."""
+  return _num_made
 
 
 class _Searches:
@@ -165,7 +177,7 @@ class _Searches:
     more = {'stops': stopping.agreed, 'keep': keep}
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter('always')
-      found = lbfgs.minimise(model, params, rows, **limits, max_iter=left, **more)
+      found = _made(model, params, rows, **limits, max_iter=left, **more)
     for x in caught:
       warnings.warn_explicit(x.message, x.category, x.filename, x.lineno)
     is_stopped = stopping.agreed()

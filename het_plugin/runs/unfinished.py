@@ -244,7 +244,10 @@ class SplitFiles:
         f'{self.folder} is in use: another program writes its split {self.split}; wait for its '
         'end, or give another --output_dir'
       )
-    is_there = path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino
+    try:
+      is_there = os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+      is_there = False
     if has_lock and not is_there:
       return self._lock(stack)  # the other program has just ended and taken its file away
     stack.callback(path.unlink, missing_ok=True)

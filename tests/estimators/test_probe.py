@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -195,6 +196,19 @@ def test_a_stopped_probe_goes_on(few, tmp_path, monkeypatch, capsys, solver, eve
     stopped_after(3)
   found.written()
   assert folder.exists()
+
+
+def test_the_time_left_is_not_of_fits_that_a_folder_has(monkeypatch):
+  now = types.SimpleNamespace(seconds=0.0, searches=0)
+  monkeypatch.setattr(grid, 'time', types.SimpleNamespace(monotonic=lambda: now.seconds))
+  monkeypatch.setattr(resuming, 'num_made', lambda: now.searches)
+  titles = grid.fit_titles(settings(heads=('det',), C=(1, 2, 3)), 1)
+  assert next(titles) == 'fit 1 of 4'
+  now.seconds += 0.1  # read
+  assert next(titles) == 'fit 2 of 4'
+  now.seconds += 10.0
+  now.searches += 1
+  assert next(titles) == 'fit 3 of 4 (all: ETA 0:00:20)'
 
 
 def test_searches_of_another_program_are_not_taken(few, tmp_path, monkeypatch):
