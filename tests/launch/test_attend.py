@@ -1,11 +1,13 @@
-"""Waiting for JobSets, with a kubectl that keeps them in a folder."""
+"""Waiting for JobSets, with a kubectl that keeps them in a folder, and with the real one."""
 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import yaml
 
 from launch import supervise
 from launch.gke import attend
+from tests.launch import kubernetes_api
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -107,3 +110,36 @@ def test_a_run_takes_the_slices_that_are_left(cluster):
     process.kill()
   assert not (cluster / 'jobset.yaml').exists()
   assert supervise.read_state(cluster)['restarts'] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which('kubectl'), reason='kubectl is not installed')
+def test_the_real_kubectl_does_the_same(tmp_path, monkeypatch, run_main):
+  """With an API of our own: two slices are counted, a signal waits for the pods."""
+  labels = {'gke-tpu-accelerator': 'tpu-v5-lite-podslice', 'gke-tpu-topology': '4x4'}
+  nodes = [node(pool) for pool in ('a', 'b') for _ in range(4)]
+  for i, x in enumerate(nodes):
+    x['metadata']['name'] = f'node-{i}'
+    x['metadata']['labels'] |= {f'cloud.google.com/{name}': y for name, y in labels.items()}
+  server = kubernetes_api.Server(nodes)
+  server.write_kubeconfig(tmp_path / 'config')
+  monkeypatch.setenv('KUBECONFIG', str(tmp_path / 'config'))
+  monkeypatch.setenv('HOME', str(tmp_path))
+  threading.Thread(target=server.serve_forever, daemon=True).start()
+  command = [sys.executable, '-m', 'launch.gke.attend', *JOB, '--num_slices=2']
+  process = None
+  try:
+    assert run_main(attend, '--count', '--topology=v5e:4x4') == '2\n'
+    process = subprocess.Popen(command, cwd=ROOT)
+    wait_for(lambda: server.jobsets, 60)
+    (job,) = server.jobsets['birds']['spec']['replicatedJobs']
+    assert job['replicas'] == 2
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 42
+    assert not server.jobsets
+  finally:
+    server.shutdown()
+    server.server_close()
+    if process is not None:
+      process.kill()
+  assert any(x.startswith('POST') and 'fieldValidation=Strict' in x for x in server.requests)
