@@ -1,7 +1,6 @@
 """What HET-XL gains over DET from ten thousand to millions of rows, and the price of its noise.
 
     python -m studies.known_truth.many_rows --json=rows.json [--sizes=10000,1000000] [--seeds=0,1]
-    python -m studies.known_truth.many_rows --json=rows.json --plot=many_rows.png  # fits nothing
 
 Labels are drawn from a HET-XL head with K = 1,000, D = 8 and R = 1, whose location and noise have
 standard deviation 3 (`known_truth.true_model`). The rows of a size are the first of one file, which
@@ -11,7 +10,7 @@ W, and HET-XL has C_noise = 0.1; with --C_noise=auto each fit chooses it.
 gain is in nats per row, on 20,000 test rows. gain_stderr is its paired standard error over them.
 price is p / (2N) of the noise. gap is an estimate of how far the objective of a fit may be above
 its optimum, in nats, and converged whether the fit ended there. gain_64 is the gain with 64 points
-of the noise in place of the 4 of the fit. nll_true is that of the head that drew the labels.
+of the noise in place of the S of the fit. nll_true is that of the head that drew the labels.
 
 Rows that --json already has are not measured again.
 """
@@ -32,16 +31,14 @@ from benchmarks.command_line import integers, make_parser, print_table, read_jso
 from het_plugin.estimators import CLASSIFIERS
 from het_plugin.estimators.probe import num_noise_params, price
 from het_plugin.measures.uncertainty import stderr
-from het_plugin.reporting import style
 from studies.known_truth.known_truth import Problem, true_model, true_nll
 
 C = 1.0
 SIZES = [10_000, 30_000, 100_000, 300_000, 1_000_000]
 NUM_TEST = 20_000
-NUM_SAMPLES = 4
 MORE_SAMPLES = 64
 BLOCK = 4096
-KEY = ('seed', 'n', 'k', 'd', 'c_noise')
+KEY = ('seed', 'n', 'k', 'd', 'c_noise', 's')
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -101,7 +98,7 @@ def measure(args, seed, sizes, folder):
     of_test = test[0][seen], test[1][seen]
     settings = {'C': C, 'tol': 1e-3, 'solver': 'streamed', 'random_state': seed}
     det = fitted(CLASSIFIERS['det'](**settings), x[:n], y[:n])
-    noise = {'C_noise': args.C_noise, 'num_factors': 1, 'num_samples': NUM_SAMPLES}
+    noise = {'C_noise': args.C_noise, 'num_factors': 1, 'num_samples': args.samples}
     het_xl = fitted(CLASSIFIERS['het_xl'](**settings, **noise), x[:n], y[:n], start=det[0])
     nll_det = det[0].nll(*of_test)
     for head, (estimator, converged, seconds) in {'det': det, 'het_xl': het_xl}.items():
@@ -114,6 +111,7 @@ def measure(args, seed, sizes, folder):
         'k': args.classes,
         'd': args.dim,
         'c_noise': args.C_noise,
+        's': args.samples,
         'head': head,
         'nll': float(nll.mean()),
         'nll_true': float(true[seen].mean()),
@@ -134,18 +132,17 @@ def means(rows):
   groups = {}
   for row in rows:
     if row['head'] == 'het_xl':
-      groups.setdefault((str(row['c_noise']), row['n']), []).append(row)
+      groups.setdefault((str(row['c_noise']), row['s'], row['n']), []).append(row)
   found = []
-  for (c_noise, n), of in sorted(groups.items()):
+  for (c_noise, num_samples, n), of in sorted(groups.items()):
     gain = np.array([row['gain'] for row in of])
-    det = [x for row in rows for x in of if row['head'] == 'det' and _same(row, x)]
-    possible = [
-      row['nll'] - row['nll_true'] for row in rows if row['head'] == 'det' and row['n'] == n
-    ]
-    assert len(det) == len(of)
+    keys = {_key(row) for row in of}
+    det = [row for row in rows if row['head'] == 'det' and _key(row) in keys]
+    possible = [row['nll'] - row['nll_true'] for row in det]
     found.append(
       {
         'C_noise': c_noise,
+        'S': num_samples,
         'N': n,
         'seeds': len(of),
         'DET above the truth': float(np.mean(possible)),
@@ -160,25 +157,8 @@ def means(rows):
   return found
 
 
-def _same(row, other):
-  return all(row[name] == other[name] for name in KEY)
-
-
-def draw(path, rows):
-  """The gain by N, and what is left of the last one after the price."""
-  figure = style.new_figure(5.6, 3.4)
-  ax = figure.subplots()
-  found = [x for x in means(rows) if x['C_noise'] != 'auto']
-  n = np.array([x['N'] for x in found])
-  gain = np.array([x['gain'] for x in found])
-  price_of = np.array([x['price'] for x in found])
-  error = [np.hypot(x['± rows'], x['± seeds'] or 0.0) for x in found]
-  ax.errorbar(n, gain, error, fmt='o', label='measured')
-  ax.plot(n, gain[-1] + price_of[-1] - price_of, label='the last one, less the price p / (2N)')
-  ax.axhline(0.0, color='grey', linewidth=0.5)
-  ax.set(xscale='log', xlabel='rows N', ylabel='gain of HET-XL over DET, nats per row')
-  ax.legend()
-  path.write_bytes(style.to_png(figure, dpi=130))
+def _key(row):
+  return tuple(row[name] for name in KEY)
 
 
 def number_or_auto(text):
@@ -193,16 +173,12 @@ def main():
   parser.add_argument('--dim', type=int, default=8)
   parser.add_argument('--test', type=int, default=NUM_TEST, help='test rows')
   parser.add_argument('--C_noise', type=number_or_auto, default=0.1, help='a number, or auto')
-  parser.add_argument('--plot', type=Path, help='draw the rows of --json here, and fit nothing')
+  parser.add_argument('--samples', type=int, default=4, help='S of HET-XL')
   args = parser.parse_args()
   rows = read_json(args.json)
-  if args.plot:
-    if not rows:
-      parser.error(f'--plot draws the rows of --json={args.json}, which has none')
-    draw(args.plot, rows)
-  for seed in args.seeds if not args.plot else []:
-    done = {tuple(row[name] for name in KEY) for row in rows}
-    about = args.classes, args.dim, args.C_noise
+  for seed in args.seeds:
+    done = {_key(row) for row in rows}
+    about = args.classes, args.dim, args.C_noise, args.samples
     sizes = [n for n in args.sizes if (seed, n, *about) not in done]
     if not sizes:
       continue

@@ -209,7 +209,6 @@ WRONG = {
   f'{NOISE_TEST} --only=none': '--only=none and --max_size=300000 leave no problem',
   f'{GLYPHS} --class_set=latin --split=shift': 'has no split shift: choose validation',
   f'{people.__name__} --data=none --towers=a': '--data=none has no cifar10_human.npz',
-  'studies.known_truth.many_rows --plot=x.png': '--plot draws the rows of --json=None',
   f'{REAL_FEATURES} --parts=worse': '--data=None has no cifar10_human.npz',
 }
 
