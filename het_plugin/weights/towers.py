@@ -112,6 +112,7 @@ position_embedding  positional_embedding embeddings.position_embedding
 encoder_norm        ln_final final_layer_norm
 text_projection     text_projection head
 """)
+_TEXT_LAYER = re.compile(r'(?:text_model|text|transformer)\.(?!.*(?:position_ids|attn_mask)$)')
 _TEXT_ROOT = re.compile(r'^(?:text_model|text)\.')
 
 
@@ -140,16 +141,22 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
   if 'unread' in config:
     raise ValueError(config['unread'])
   flat = Params()
+  unknown = []
   for name, x in arrays.items():
     if name.startswith(('visual.', 'vision_model.', 'visual_projection')):
       continue
     ours, kind = _stem(_TEXT_ROOT.sub('', name), _TEXT_OUTER)
+    if ours is None and _TEXT_LAYER.match(name):
+      unknown.append(name)
     if ours in ('embedding', 'position_embedding'):
       flat[ours] = np.asarray(x, np.float32)
     elif ours is not None:
       flat |= renaming.converted(ours, kind, x, transpose=not name.endswith('text_projection'))
   if 'embedding' not in flat or 'text_projection/kernel' not in flat:
     raise ValueError('the file has no text tower of CLIP or SigLIP')
+  if unknown or 'block00/attention_norm/bias' not in flat:
+    layer = min(unknown, default='a normalisation without bias')
+    raise ValueError(f'the text tower of the file is not that of CLIP or SigLIP: it has {layer}')
   table = flat.pop('embedding')  # [V, D]
   vocab_size, width = table.shape
   is_siglip = 'text_projection/bias' in flat

@@ -382,6 +382,14 @@ def test_both_towers_of_a_file_are_opened_without_a_gin_file(clip_file):
   np.testing.assert_allclose(alpha, unit(phi_of(image_tower, image)), atol=1e-5)
   with pytest.raises(ValueError, match='no text tower'):
     weights.read_text_tower({'visual.proj': np.zeros((2, 2))}, {})
+  arrays = clip_arrays()
+  odd = 'text_model.encoder.layers.0.layer_scale'
+  with pytest.raises(ValueError, match=f'not that of CLIP or SigLIP: it has {odd}'):
+    weights.read_text_tower(arrays | {odd: np.ones(16)}, {})
+  normless = {x: y for x, y in arrays.items() if not x.endswith('layer_norm1.bias')}
+  with pytest.raises(ValueError, match='it has a normalisation without bias'):
+    weights.read_text_tower(normless, {})
+  weights.read_text_tower(arrays | {'text_model.embeddings.position_ids': np.arange(7)}, {})
 
 
 def test_few_and_zero_shot_of_a_file(clip_file, tmp_path, run_main):
