@@ -65,6 +65,7 @@ class Settings(ReportFolder, OnTask):
     save_predictions: Writes OUTPUT_DIR/predictions/NAME.npz.
     covariance_images: Number of images to draw class correlations of.
     covariance_index: Example ids to draw instead.
+    homoglyph_examples: Images for the homoglyph rate of glyph tasks.
   """
 
   predictions: Repeated[str] = ()
@@ -73,6 +74,7 @@ class Settings(ReportFolder, OnTask):
   save_predictions: bool = False
   covariance_images: Annotated[int, '[0, inf)'] = 4
   covariance_index: tuple[int, ...] = ()
+  homoglyph_examples: Annotated[int, '[0, inf)'] = 512
 
   @functools.cached_property
   def runs(self) -> frozenset[str]:
@@ -92,7 +94,7 @@ class Settings(ReportFolder, OnTask):
       of_run = 'dataset', 'split', 'save_predictions', 'covariance_index'
       of_files = 'a --checkpoint: it has no effect on files of predictions'
       self.refuse(of_run, of_files, 'needs')
-      of_runs = 'gin_file', 'gin_bindings', 'batch_size', 'covariance_images'
+      of_runs = 'gin_file', 'gin_bindings', 'batch_size', 'covariance_images', 'homoglyph_examples'
       self.refuse(of_runs, 'files of predictions')
 
 
@@ -329,15 +331,31 @@ def _covariance(run: runs.Run, settings: Settings) -> dict[str, Any]:
   """The covariance fields of an `Evaluation`."""
   index = tuple(dict.fromkeys(settings.covariance_index))
   images = settings.covariance_images
-  if not (index or images):
+  look_alikes = data.classification_info(str(settings.dataset)).look_alikes
+  counted = settings.homoglyph_examples if look_alikes else 0
+  if not (index or images or counted):
     return {}
   if reason := evaluation.class_covariance.why_none(run.model.head):
     return {'no_covariance': reason}
   batch_size = 8 * run.partitioner.data_shards
 
-  of_index = naming(f'--covariance_index={",".join(map(str, index))}')
-  with contextlib.ExitStack() as stack, of_index if index else contextlib.nullcontext():
-    batches, total = _open(stack, '', run, settings, whole=True, batch_size=batch_size)
-    batches = itertools.islice(batches, -(-total // batch_size))
-    which: dict[str, Any] = {'index': index} if index else {'number': images}
-    return {'looks': evaluation.class_covariance.look(run, batches, batch_size, **which)}
+  def look_at(**which: Any) -> list[evaluation.class_covariance.ClassCovariance]:
+    with contextlib.ExitStack() as stack:
+      batches, total = _open(stack, '', run, settings, whole=True, batch_size=batch_size)
+      batches = itertools.islice(batches, -(-total // batch_size))
+      return evaluation.class_covariance.look(run, batches, batch_size, **which)
+
+  result = {}
+  if number := max(counted, 0 if index else images):
+    looks = look_at(number=number)
+    result['looks'] = looks[:images]
+    if counted and look_alikes:
+      result['homoglyphs'] = evaluation.class_covariance.look_alike_rate(
+        [x.label for x in looks[:counted]],
+        [x.with_anchor for x in looks[:counted]],
+        look_alikes(str(settings.split), run.image_size),
+      )
+  if index:
+    with naming(f'--covariance_index={",".join(map(str, index))}'):
+      result['looks'] = look_at(index=index)
+  return result

@@ -259,6 +259,7 @@ def _predictions(
       split=split,
       batch_size=batch_size,
       covariance_images=0,
+      homoglyph_examples=0,
     )
     find = functools.partial(_file_in, target)
     if not (found := system.processes.in_the_first(find)):

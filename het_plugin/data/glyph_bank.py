@@ -9,6 +9,7 @@ tables nor on the fonts' versions. All of them are letters, numbers, symbols or 
   heldout  glyphs of at least two STIX faces that are not in core (1,142)
 """
 
+import collections
 import csv
 import dataclasses
 import functools
@@ -126,6 +127,28 @@ def glyph_bank(class_set: str, faces: tuple[str, ...], size: int) -> GlyphBank:
 
   numbers = np.array([faces.index(face) for face, _ in pairs], np.int64)
   return GlyphBank(images, first, numbers, draw)
+
+
+def homoglyphs(
+  class_set: str = 'core', faces: tuple[str, ...] = DEJAVU_FACES, size: int = 28
+) -> tuple[frozenset[int], ...]:
+  """For each class, the other classes that some face renders to the same bitmap at this size."""
+  bank = glyph_bank(class_set, faces, size)
+  same = [set() for _ in bank.faces_per_class]
+  for classes in _classes_of_bitmaps(bank).values():
+    for k in classes:
+      same[k] |= classes.keys() - {k}
+  return tuple(map(frozenset, same))
+
+
+def _classes_of_bitmaps(bank: GlyphBank) -> dict[bytes, collections.Counter]:
+  """How many faces of each class have each bitmap."""
+  bank.draw()
+  classes = collections.defaultdict(collections.Counter)
+  numbers = np.repeat(np.arange(len(bank.faces_per_class)), bank.faces_per_class)
+  for image, k in zip(bank.images, numbers.tolist(), strict=True):
+    classes[image.tobytes()][k] += 1
+  return classes
 
 
 def _face_path(face: str) -> pathlib.Path:

@@ -75,7 +75,14 @@ class GlyphSource:
       class_names=classes.names,
       splits=num_examples,
       shown_names=tuple(f'{chr(c)}  {name}' for c, name in pairs),
+      look_alikes=self.look_alikes,
     )
+
+  def look_alikes(self, split: str, image_size: int) -> tuple[frozenset[int], ...]:
+    """For each class, the classes that look the same in some typeface of the split."""
+    whole, _, _ = split.partition('[')  # of a slice
+    faces = SPLITS[self.class_set][whole].faces
+    return glyph_bank.homoglyphs(self.class_set, faces, image_size)
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int

@@ -28,6 +28,8 @@ class TaskInfo:
   version: identifies this state of the data as well as possible without reading them; None for data
     that do not change.
   shown_names: names of the classes in tables and plots; None for class_names.
+  look_alikes: maps a split and an image size to [K] sets, for each class the other classes that
+    look the same in some image; None if this is not known.
   true_classes: maps a split and ids int [B] of its examples to their true classes, int [B], where
     labels may be wrong; None if these are not known.
   label_distribution: maps a split and ids to the distributions that the labels were drawn from,
@@ -44,6 +46,9 @@ class TaskInfo:
   annotators: tuple[str, ...] | None = None
   version: str | None = None
   shown_names: tuple[str, ...] | None = None
+  look_alikes: Callable[[str, int], Sequence[frozenset[int]]] | None = dataclasses.field(
+    default=None, compare=False
+  )
   true_classes: Callable[[str, np.ndarray], np.ndarray] | None = dataclasses.field(
     default=None, compare=False
   )

@@ -60,6 +60,7 @@ class Evaluation:
   unknown: uncertainty.Uncertainty | None = None
   looks: Sequence[class_covariance.ClassCovariance] = ()  # class correlations of some images
   no_covariance: str | None = None  # why there are no class correlations; None if there are
+  homoglyphs: Mapping[str, Any] | None = None  # `class_covariance.look_alike_rate`, where known
   agreement: Mapping[str, float] | None = None  # `agreement.summarize`, of a softmax
   # Accuracies on the true classes and the share of wrong labels, where a task knows them.
   truth: Mapping[str, Any] | None = None
@@ -88,7 +89,9 @@ class Evaluation:
     if self.unknown is not None:
       row['ood'] = uncertainty.detection(self.unknown, self.scores.uncertainty)
       row['num_ood_examples'] = len(self.unknown.entropy)
-    optional = {name: getattr(self, name) for name in ('agreement', 'truth', 'no_covariance')}
+    optional = {
+      name: getattr(self, name) for name in ('agreement', 'truth', 'no_covariance', 'homoglyphs')
+    }
     row |= {name: x for name, x in optional.items() if x}
     row['covariance'] = [self._look_row(look) for look in self.looks]
     return row
@@ -174,6 +177,14 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     tables['labels of several people'] = row['agreement']
   if 'truth' in row:
     tables['true classes'] = row['truth']
+  if 'homoglyphs' in row:
+    rate = row['homoglyphs']
+    tables['most correlated class is a homoglyph'] = {
+      'rate': rate['rate'],
+      'chance': rate['chance'],
+      'images': rate['num_examples'],
+      'stderr': {'rate': rate['stderr']},
+    }
   errors = {name: row['stderr'].get(name) for name in ('nll', 'precision_at_1')}
   return {'name': row['name'], **shown, 'stderr': errors, 'tables': tables}
 

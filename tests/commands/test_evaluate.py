@@ -223,12 +223,14 @@ def test_what_noise_would_gain_over_a_run(digits_det_run, digits_run, run_main, 
   assert 'samples S' not in run_main(evaluate, f'--checkpoint={run_dir}')  # there is no noise
 
 
-def test_glyphs_are_shown():
+def test_glyphs_are_shown_and_their_look_alikes_known():
   info = task_info('glyphs_core')
   names = info.shown_names
   assert names[32] == 'A  LATIN CAPITAL LETTER A' and len(names) == info.num_classes
-  assert task_info('digits').shown_names is None
+  assert task_info('digits').shown_names is None and task_info('digits').look_alikes is None
   assert task_info('glyphs_noisy').shown_names == names
+  whole, part = (info.look_alikes(split, 28) for split in ('validation', 'validation[:9]'))
+  assert whole == part and {names[k][0] for k in whole[32]} == set('\u0391\u0410')
 
 
 def test_settings_that_are_wrong(run_main):
