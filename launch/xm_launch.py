@@ -59,7 +59,13 @@ USED = {
 }
 # What the executors of XManager 0.8.5 can ask for. Its Kubernetes executor selects nodes by
 # 'nvidia-tesla-NAME', which GKE has for these; XManager on Cloud calls tpu7x by a machine type.
-KUBERNETES_RESOURCES = ('p4', 't4', 'p100', 'v100', 'a100', 'cpu', 'ram')
+GPUS = {
+  'kubernetes': ('p4', 't4', 'p100', 'v100', 'a100'),
+  'cloud': (
+    *('p4', 't4', 'l4_24th', 'p100', 'v100', 'a100', 'a100_80gib', 'h100', 'h200'),
+    *('b200', 'b300', 'gb200', 'gb300', 'b40_48th'),
+  ),
+}
 CLOUD_TPUS = ('v4', 'v5e', 'v5p', 'v6e')
 EXECUTORS = tuple(USED)
 XMANAGER = {
@@ -139,12 +145,17 @@ def requirements(executor: str) -> dict[str, float | str]:
         '--executor=gke'
       )
     return {f'tpu_{generation}': slices.parse(name)[1]}
-  unknown = [x for x in asked if executor == 'kubernetes' and x not in KUBERNETES_RESOURCES]
-  if unknown:
+  known = *GPUS[executor], 'cpu', 'ram'
+  if unknown := [x for x in asked if x not in known]:
     raise ValueError(
-      f"--resources={unknown[0]}={asked[unknown[0]]}: XManager's Kubernetes executor finds nodes "
-      f'of {", ".join(KUBERNETES_RESOURCES)} only'
+      f'--resources={unknown[0]}={asked[unknown[0]]}: {XMANAGER[executor]} has '
+      f'{", ".join(known)} only'
     )
+  gpus = [x for x in asked if x in GPUS[executor]]
+  is_whole = len(asked) == 1 if gpus else {*asked} == {'cpu', 'ram'}
+  if len(gpus) > 1 or (executor == 'cloud' and not is_whole):
+    kind = 'one GPU, or cpu and ram' if executor == 'cloud' else 'at most one GPU'
+    raise ValueError(f'--resources={",".join(flags.FLAGS.resources)} must have {kind}')
   return {name: _amount(name, value) for name, value in asked.items()}
 
 

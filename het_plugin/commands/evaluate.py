@@ -130,7 +130,7 @@ def evaluate(settings: Settings, save_to: Path | None = None) -> list[evaluation
   for name, (flag, source) in zip(names, flags, strict=True):
     if flag == '--predictions' or source not in settings.runs:
       with naming(f'{flag}={source}'):  # scored at once: one file is in memory at a time
-        rows = runs.sources.open_source(source).rows(columns=('log_prob',))
+        rows = runs.sources.open_source(source, settings.gin).rows(columns=('log_prob',))
         opened.append(evaluate_rows(name, source, rows.chosen(settings.max_examples)))
     else:
       found = runs.Checkpoint.find(source)

@@ -287,7 +287,11 @@ def _labelled(source: str, split: str | None = None) -> tuple[rows_lib.Rows, np.
 def _measured(name: str, sources: Sequence[str], settings: Settings) -> dict[str, Any]:
   """The row of a candidate in the JSON, from (train, test), or leaving one out from (train,)."""
   arrays = []
-  for source, split in zip(sources, ('train', None), strict=False):
+  pairs = list(zip(sources, ('train', None), strict=False))
+  of_pairs = [runs.sources.file_of(*pair) for pair in pairs]
+  if len(pairs) == 2 and of_pairs[0] and of_pairs[0] == of_pairs[1]:
+    raise ValueError(f'--train={sources[0]} and --test={sources[1]} are one file, {of_pairs[0]}')
+  for source, split in pairs:
     rows, y = _labelled(source, split)
     arrays += [rows.features, y]
   sigma = measures.rankme.singular_values(arrays[0], settings.max_examples)

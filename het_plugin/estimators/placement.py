@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from het_plugin.estimators import objective
 from het_plugin.estimators.model import ROW_MULTIPLE, Model
+from het_plugin.system import exit_codes
 
 AXES = ('data', 'model')
 RULES = (('batch', 'data'), ('vocab', 'model'))
@@ -147,7 +148,7 @@ def in_turn(make: Callable[[int], np.ndarray], count: int) -> list[np.ndarray]:
   """make(0), make(1), ..., float64 arrays; each is made by one process, and all get all of them.
 
   Raises:
-    ValueError: `make` has raised it, in any process.
+    ValueError: `make` has raised one of `exit_codes.SETTING_ERRORS`, in any process.
   """
   if jax.process_count() == 1:
     return [make(number) for number in range(count)]
@@ -158,8 +159,8 @@ def in_turn(make: Callable[[int], np.ndarray], count: int) -> list[np.ndarray]:
   try:
     for number in range(jax.process_index(), count, jax.process_count()):
       made[number] = make(number).tolist()
-  except ValueError as error:
-    wrong = str(error)
+  except exit_codes.SETTING_ERRORS as error:
+    wrong = str(error) or type(error).__name__
   if said := processes.gather(wrong):
     raise ValueError(processes.as_one(said))
   for text in processes.gather(json.dumps(made)).values():

@@ -143,8 +143,13 @@ class _Searches:
     begun = {f'.unfinished.{_ABOUT}.json'}  # what a kill at the start may leave
     if there is None and folder.exists() and {x.name for x in folder.iterdir()} - begun:
       raise ValueError(f'{folder} is there, and no fit has written it: name another place')
+    numbers = run_files.numbered(folder, '', '.npz') if there else {}
+    if jax.process_count() > 1:
+      from het_plugin.system import processes  # imports orbax, which one process does without
+
+      if len({*processes.gather(json.dumps([there, [*numbers]])).values()}) > 1:
+        raise ValueError(f'{folder} must be in a folder that all processes share')
     if there == about:
-      numbers = run_files.numbered(folder, '', '.npz')
       print(f'Goes on from {folder}, which has {len(numbers)} searches.', flush=True)
     elif there:
       names = ', '.join(x for x in about if there.get(x) != about[x])
@@ -169,7 +174,8 @@ class _Searches:
       return dataclasses.replace(found, num_iterations=begun + found.num_iterations)
 
     def keep(make: Callable[[], lbfgs.FitResult]) -> None:
-      if time.monotonic() > self._written + _SECONDS:
+      # The clocks of several processes differ, and `make` may take all of them.
+      if jax.process_count() == 1 and time.monotonic() > self._written + _SECONDS:
         self._waiting[number] = _Search(since_begun(make()), False, [], str(model))
         self.write()
 

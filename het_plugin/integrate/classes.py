@@ -37,7 +37,7 @@ from het_plugin.integrate.placement import Placement, bytes_per_device, dims, nu
 # Where the logits of all classes are more than the budget, the arrays of a tile take a half of it.
 TILE_SHARE = 2
 TILE_MULTIPLE = 128  # the width of a TPU's registers
-MAX_BYTES = 2**25  # a C library gives larger blocks back after each step, which takes time
+MAX_BYTES = 2**25  # glibc gives larger blocks back to the system at each step
 
 HIGHEST = jax.lax.Precision.HIGHEST
 

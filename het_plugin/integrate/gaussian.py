@@ -246,7 +246,7 @@ def over_tau(logits: GaussianLogits) -> GaussianLogits:
 
 
 def _scaled_linear(linear: Linear | None, factor: jax.Array) -> Linear | None:
-  """The same location times `factor`; the noise has its own factor, and W none."""
+  """phi and bias times `factor`, where both are known: W and the noise stay."""
   if linear is None or linear.phi is None or linear.bias is None:
     return linear
   return dataclasses.replace(linear, phi=linear.phi * factor, bias=linear.bias * factor)

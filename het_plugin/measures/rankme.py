@@ -27,6 +27,7 @@ def singular_values(features: np.ndarray, max_examples: int = MAX_EXAMPLES) -> n
     # The raw stream: numpy keeps it across versions, which it does not promise for permutation().
     bits = np.random.PCG64(np.random.SeedSequence([0, len(features)])).random_raw(len(features))
     features = features[np.sort(np.argsort(bits, kind='stable')[:max_examples])]
+  features = np.asarray(features)
   if not features.any():
     raise ValueError(f'all {len(features)} rows of the features are zero; they have no rank')
   return scipy.linalg.svdvals(features.astype(np.float64), overwrite_a=True)

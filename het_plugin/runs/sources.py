@@ -75,11 +75,11 @@ def open_source(text: str, gin_settings: GinSettings = NO_GIN) -> Source:
       f'{path} is a published file, which has no rows and names no task: give --checkpoint={path} '
       'and --dataset=TASK'
     )
-  if os.path.isdir(path):
-    if not (os.path.isdir(f'{path}/state') or checkpoint_reader.steps(path)):
-      return _Folder(path, split)
+  if os.path.isdir(f'{path}/state') or (os.path.isdir(path) and checkpoint_reader.steps(path)):
     gin_files, bindings, search_paths = map(tuple, gin_settings)
     return _OfRun(path, split, (gin_files, bindings, search_paths))
+  if (folder := _Folder(path, split)).paths():
+    return folder
   # A task such as tfds:NAME has a colon itself.
   for name, part in ((text, None), (path, split)):
     with contextlib.suppress(ValueError):
@@ -213,7 +213,7 @@ def _described(rows: Rows, task: str, split: str, about: Mapping[str, Any]) -> R
 def halves(text: str) -> tuple[str, str | None]:
   """The files train and test of a folder of representations; else the text itself, and None."""
   source = open_source(text)
-  if not isinstance(source, _Folder):
+  if not isinstance(source, _Folder) or source.split:
     return text, None
   return source.file('train'), source.file(None) if len(source.paths()) > 1 else None
 

@@ -294,8 +294,8 @@ def to_yaml(document: Mapping[str, Any]) -> str:
 def pairs(flag: str, values: Sequence[str]) -> dict[str, str]:
   """{NAME: VALUE} of 'NAME=VALUE' strings; another form is a ValueError."""
   found = dict(value.partition('=')[::2] for value in values)
-  if not all(found) or any('=' not in value for value in values):
-    raise ValueError(f'--{flag}={",".join(values)} must be NAME=VALUE')
+  if not all(found) or len(found) < len(values) or any('=' not in value for value in values):
+    raise ValueError(f'--{flag}={",".join(values)} must be NAME=VALUE, each name once')
   return found
 
 
@@ -386,6 +386,8 @@ def main(argv: Sequence[str]) -> None:
     lines = []
     if values.search and not values.plan:
       raise ValueError('--search has an effect only with --plan')
+    if values.format == 'trainjob' and values['max_restarts'].present:
+      raise ValueError('--max_restarts has no effect on a TrainJob: its runtime has a setting')
     if values.plan:
       jobset(values.name, settings(), job)  # refuses wrong settings before it compiles
       with contextlib.redirect_stdout(sys.stderr):  # stdout is the job's

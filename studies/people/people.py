@@ -72,7 +72,9 @@ def represented(tower, args):
     image = [np.asarray(Image.open(io.BytesIO(jpeg[a:b]))) for a, b in itertools.pairwise(ends)]
     split = np.where(np.arange(len(label)) < NUM_TRAIN, 'train', 'test')
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    np.savez(path, image=np.stack(image), label=label, split=split)
+    unfinished = path.with_name('unfinished.npz')  # what a kill leaves is not taken for the images
+    np.savez(unfinished, image=np.stack(image), label=label, split=split)
+    unfinished.rename(path)
   of_tower = args.work_dir / 'towers' / ''.join(x if x.isalnum() else '_' for x in tower)
   splits = ['test', *(['train'] if 'cifar10n' in args.parts else [])]
   flags = [f'--checkpoint={tower}', f'--dataset=npz:{path}', f'--splits={",".join(splits)}']
@@ -122,7 +124,7 @@ def fit_heads(x, shares, args, seed):
     'det': fit(CLASSIFIERS['det'](c, **settings), x, shares),
     'det_tau': fit(CLASSIFIERS['det'](c, tau='learned', **settings), x, shares),
   }
-  for head in set(args.heads) & {'het', 'het_h', 'het_xl'}:
+  for head in (x for x in args.heads if x in ('het', 'het_h', 'het_xl')):
     found[head] = fit(CLASSIFIERS[head](c, **settings, **NOISE), x, shares)
   if 'hidden' in args.heads:
     layer = {'hidden_layers': HIDDEN_LAYER}
@@ -233,7 +235,12 @@ def main():
     shares, label = people(data)
   for tower in args.towers:
     name, equals, path = tower.partition('=')
-    done = {(row['tower'], row['part'], row['d']) for row in rows}
+    done = {}
+    for row in rows:
+      done.setdefault((row['tower'], row['part'], row['d']), set()).add(row['head'])
+    for part in args.parts:
+      if missing := {*args.heads} - done.get((name, part, args.dim), {*args.heads}):
+        parser.error(f'{args.json} has {name}, {part} without {min(missing)}: name another --json')
     parts = [part for part in args.parts if (name, part, args.dim) not in done]
     if not parts:
       continue

@@ -129,6 +129,16 @@ def test_rankme_is_a_column_of_at_most_so_many_examples(runs, run):
     assert row['rankme'] == rankme.rankme(sigma) < 40
 
 
+def test_several_files_are_one_split(runs, run, tmp_path):
+  whole = rows_lib.read(str(runs / 'good' / 'train.npz'))
+  for number in range(2):
+    path = tmp_path / f'train-{number}-of-2.safetensors'
+    rows_lib.write(path, whole.take(np.arange(150 * number, 150 * number + 150)))
+  expected = run('knn', files(runs, 'train', 'train.npz', ['good']), '--names=a')[1]['rows']
+  train = str(tmp_path / 'train-*-of-2.safetensors')
+  assert run('knn', f'--train={train}', '--names=a')[1]['rows'] == expected
+
+
 def test_ensemble_beside_the_best_and_the_average(runs, run):
   text, found = run(
     'ensemble',
@@ -161,6 +171,7 @@ def test_ensemble_beside_the_best_and_the_average(runs, run):
     (['soup'], 'soup and finetune are commands of their own'),
     (['knn', '--train=GOOD', '--gin.K=5'], '--gin_bindings has no effect on knn'),
     (['knn', '--train=x.npz'], 'x.npz does not exist'),
+    (['knn', '--train=GOOD', '--test=GOOD'], 'train.npz are one file, '),
     (['knn', '--train=x.npz', '--names=a,b'], '--names=a,b must be 1 '),
     (['rank', '--train=GOOD', '--test=TEST', '--keep=2'], '--keep=2 must be in 1 .. 1'),
     (['ensemble', '--validation=P,Q'], 'log_prob_test.npz and '),

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from het_plugin.data import TaskInfo, get_dataset, one_pass
+from het_plugin.data import TaskInfo, get_dataset, one_pass, pipeline
 from het_plugin.evaluation import zeroshot_datasets
 from het_plugin.evaluation.zeroshot import retrieval_recall
 from het_plugin.evaluation.zeroshot_datasets import (
@@ -83,7 +83,8 @@ def fake_data(monkeypatch):
       rows = self.partitioner.batch_rows(batch_size)
       yield in_batches(arrays, batch_size, rows), len(arrays['index'])
 
-    monkeypatch.setattr(zeroshot_datasets, 'task_info', lambda name: info)
+    for module in (zeroshot_datasets, pipeline):  # `classification_info` asks the second one
+      monkeypatch.setattr(module, 'task_info', lambda name: info)
     monkeypatch.setattr(Run, 'open_split', open_split)
     return settings
 

@@ -58,6 +58,7 @@ def test_a_folder_of_represent_is_a_source(tmp_path, run_main):
   assert sources.halves(folder) == tuple(
     f'{folder}/pre_logits/{split}.safetensors' for split in ('train', 'validation')
   )
+  assert sources.halves(f'{folder}:validation') == (f'{folder}:validation', None)
   replaced = f'--suggest={folder}/pre_logits/train.safetensors'
   assert 'is read by the audit' in run_main(audit, f'--train={folder}', replaced, code=2)
   with pytest.raises(ValueError, match='or one named test; it has .*validation.safetensors: name'):
@@ -66,11 +67,13 @@ def test_a_folder_of_represent_is_a_source(tmp_path, run_main):
 
 def test_what_is_no_source(tmp_path):
   path = str(tmp_path / 'vit.npz')
+  (tmp_path / 'empty').mkdir()
   weights.write_arrays(path, {'head/kernel': np.ones((2, 3), np.float32)})
   for text, words in {
     path: 'is a published file, which has no rows',
     f'{tmp_path}/absent.npz': 'absent.npz does not exist',
     'digts': 'neither a file of rows',
+    str(tmp_path / 'empty'): 'neither a file of rows',
   }.items():
     with pytest.raises(ValueError, match=words):
       open_source(text).rows()
