@@ -415,7 +415,7 @@ def test_wrong_settings_are_one_sentence(files, tmp_path):
     with pytest.raises(ValueError, match='they must be integers'):
       probe.probe((np.ones((4, 5), np.float32), labels), None, settings())
   (tmp_path / 'empty').mkdir()
-  with pytest.raises(ValueError, match='must have one .* it has none'):
+  with pytest.raises(ValueError, match='empty is neither a file of rows'):
     probe.probe(str(tmp_path / 'empty'), None, settings())
   np.savez(tmp_path / 'more.npz', features=np.ones((2, 6), np.float32), label=np.array([0, 7]))
   with pytest.raises(ValueError, match='1 test rows have classes .* such as 7'):
