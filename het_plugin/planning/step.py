@@ -36,6 +36,7 @@ _ASKED = {
   'num_microbatches': 'Trainer.num_microbatches',
 }
 _DEFAULTS = 'het_plugin/gin/planning/defaults.gin'
+QUICK = {'optimization_level': 19}  # XLA's EFFORT_O1; jax 0.10 does not take 'O1'
 # gin copies the values of bindings, which devices do not allow, but not the values of references.
 _DEVICES: list[jax.Device] = []
 with gin.unlock_config():
@@ -225,7 +226,7 @@ def _measure(
     'seconds': None,
   }
   try:
-    compiled = traced.lower().compile({'optimization_level': 'O1'} if quick else None)
+    compiled = traced.lower().compile(QUICK if quick else None)
   except jax.errors.JaxRuntimeError as error:
     message = str(error)
     if 'RESOURCE_EXHAUSTED' not in message and 'Ran out of memory' not in message:

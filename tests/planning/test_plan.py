@@ -23,6 +23,10 @@ def request(**changes):
   return Request(**{**fields, 'topology': 'cpu:8', 'mesh': [4, 2], **changes})
 
 
+def test_jax_takes_the_options_of_a_quick_plan():
+  assert jax.jit(lambda x: x + 1).lower(1.0).compile(step.QUICK)(1.0) == 2.0
+
+
 @pytest.mark.slow
 def test_a_plan_for_virtual_devices(tmp_path, run_main):
   out = tmp_path / 'plan.json'
@@ -274,7 +278,7 @@ def test_a_quick_plan_is_compiled_with_few_optimizations_and_says_so():
   compiling.side_effect = jax.errors.JaxRuntimeError('Ran out of memory: Used 20.00G of 16.00G')
   place = topology.Topology('v6e:2x2', jax.devices(), 2**34)
   assert step._measure(lambda: traced, (), place, quick=True)['peak_bytes'] == 20 * 2**30
-  compiling.assert_called_once_with({'optimization_level': 'O1'})
+  compiling.assert_called_once_with(step.QUICK)
   assert 'Memory by --quick is rough' in report.verdict({**plan_that_does_not_fit(), 'quick': True})
   assert 'Memory by --quick is rough' not in report.verdict(plan_that_does_not_fit())
 
