@@ -118,7 +118,8 @@ def run(settings: Settings) -> reporting.Report:
 
 def _check_suggested(path: str, source: str, split: str) -> None:
   """Raises ValueError if a file that is read would be replaced."""
-  named = files.partition_source(runs.sources.file_of(source, split) or '')[0].split(',')
+  opened = runs.sources.open_source(source)
+  named = files.partition_source(runs.sources.file_of(opened, split) or '')[0].split(',')
   read = [file for x in named for file in (shards.names(x) if '*' in x else [x])]
   if Path(path).resolve() in (Path(x).resolve() for x in read):
     raise ValueError(f'--suggest={path} is read by the audit: name another file')

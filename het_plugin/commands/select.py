@@ -277,22 +277,24 @@ def _figure(png: bytes, caption: str) -> dict[str, reporting.Figure]:
   return {'plot': reporting.Figure(png, caption)}
 
 
-def _labelled(source: str, split: str | None = None) -> tuple[rows_lib.Rows, np.ndarray]:
+def _labelled(
+  text: str, source: runs.sources.Source, split: str | None
+) -> tuple[rows_lib.Rows, np.ndarray]:
   """Rows of a source, and the label of each."""
-  rows = runs.sources.open_source(source).rows(split)
-  with naming(source):
+  rows = source.rows(split)
+  with naming(text):
     return rows, rows.consensus
 
 
 def _measured(name: str, sources: Sequence[str], settings: Settings) -> dict[str, Any]:
   """The row of a candidate in the JSON, from (train, test), or leaving one out from (train,)."""
+  opened = list(zip(map(runs.sources.open_source, sources), ('train', None), strict=False))
+  file, *of_test = [runs.sources.file_of(*of) for of in opened]
+  if file in of_test and file is not None:
+    raise ValueError(f'--train={sources[0]} and --test={sources[1]} are one file, {file}')
   arrays = []
-  pairs = list(zip(sources, ('train', None), strict=False))
-  of_pairs = [runs.sources.file_of(*pair) for pair in pairs]
-  if len(pairs) == 2 and of_pairs[0] and of_pairs[0] == of_pairs[1]:
-    raise ValueError(f'--train={sources[0]} and --test={sources[1]} are one file, {of_pairs[0]}')
-  for source, split in pairs:
-    rows, y = _labelled(source, split)
+  for text, of in zip(sources, opened, strict=True):
+    rows, y = _labelled(text, *of)
     arrays += [rows.features, y]
   sigma = measures.rankme.singular_values(arrays[0], settings.max_examples)
   return {
@@ -318,8 +320,8 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
 
 def _few_shot(train: str, test: str, **settings) -> dict[float, fewshot.FewShotResult]:
   """{shots: result} of a candidate."""
-  fit, y = _labelled(train, 'train')
-  new, new_y = _labelled(test)
+  fit, y = _labelled(train, runs.sources.open_source(train), 'train')
+  new, new_y = _labelled(test, runs.sources.open_source(test), None)
   return fewshot.few_shot(fit.features, y, new.features, new_y, train_index=fit.index, **settings)
 
 

@@ -50,7 +50,7 @@ def audit(
   From the second round on, it has a part in what is found for the rows of these folds.
 
       >>> import numpy as np
-      >>> from het_plugin.estimators.settings import ROUNDS, GridSettings
+      >>> from het_plugin.estimators.settings import GridSettings
       >>> rng = np.random.default_rng(0)
       >>> x = rng.normal(size=(600, 4))
       >>> truth = x[:, :3].argmax(axis=1)

@@ -118,7 +118,7 @@ def cut_rows(
   size: int,
   mesh: Sequence[int],
 ) -> objective.Blocks:
-  """As `place_rows`, of which a process reads what its devices have.
+  """Rows on the mesh, cut over `data`. Each process reads those of its own devices.
 
   Args:
     read: from places [n] among the rows to blocks of size / data rows, the last ones filled up.

@@ -78,7 +78,7 @@ def open_source(text: str, gin_settings: GinSettings = NO_GIN) -> Source:
   if os.path.isdir(f'{path}/state') or (os.path.isdir(path) and checkpoint_reader.steps(path)):
     gin_files, bindings, search_paths = map(tuple, gin_settings)
     return _OfRun(path, split, (gin_files, bindings, search_paths))
-  if (folder := _Folder(path, split)).paths():
+  if (folder := _Folder(path, split)).paths:
     return folder
   # A task such as tfds:NAME has a colon itself.
   for name, part in ((text, None), (path, split)):
@@ -104,30 +104,27 @@ class _File:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Folder:
-  path: str
+class _Folder(_File):
   split: str | None
-
-  def rows(self, split: str | None = None, columns: Sequence[str] = ('features',)) -> Rows:
-    return files.read(self.file(split), columns[0], mapped=True)
 
   def file(self, split: str | None) -> str:
     """The file of a split, by default test or else validation; or the only file."""
-    found = self.paths()
+    found = self.paths
     if len(found) == 1 and not self.split:
       return found[0]
     splits = [x for x in (self.split, split) if x][:1] or TEST_SPLITS
     named = {x: [file for file in found if _name(file) == x] for x in splits}
     if len(chosen := next(filter(None, named.values()), [])) != 1:
       raise ValueError(
-        f'{self.path} must have one .safetensors or .npz file, or one named {" or ".join(splits)}; '
+        f'{self.text} must have one .safetensors or .npz file, or one named {" or ".join(splits)}; '
         f'it has {", ".join(found) or "none"}: name a file'
       )
     return chosen[0]
 
+  @functools.cached_property
   def paths(self) -> list[str]:
     """All but those of an unfinished split; several files that are one split have one name."""
-    paths = (x for suffix in _WRITTEN for x in Path(self.path).rglob(f'[!.]*{suffix}'))
+    paths = (x for suffix in _WRITTEN for x in Path(self.text).rglob(f'[!.]*{suffix}'))
     paths = (x for x in paths if not x.parent.name.startswith('.'))
     return sorted({str(x.with_name(_SHARD.sub(r'-*-of-\1', x.name))) for x in paths})
 
@@ -215,10 +212,9 @@ def halves(text: str) -> tuple[str, str | None]:
   source = open_source(text)
   if not isinstance(source, _Folder) or source.split:
     return text, None
-  return source.file('train'), source.file(None) if len(source.paths()) > 1 else None
+  return source.file('train'), source.file(None) if len(source.paths) > 1 else None
 
 
-def file_of(text: str, split: str | None) -> str | None:
-  """The file, as `rows.read` takes it, whose rows a text names; None if they are computed."""
-  source = open_source(text)
-  return source.file(split) if isinstance(source, _File | _Folder) else None
+def file_of(source: Source, split: str | None) -> str | None:
+  """The file, as `rows.read` takes it, that has the rows; None if they are computed."""
+  return source.file(split) if isinstance(source, _File) else None

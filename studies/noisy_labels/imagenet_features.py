@@ -5,13 +5,13 @@
     python -m studies.noisy_labels.imagenet_features --data=DIR --output=omniglot.npz \\
       --set=omniglot --size=64
 
-DIR has cifar10_human.npz, whose training images are --set=cifar10 and whose test images are
-cifar10_test, and omniglot28.npz, of which the first 100 characters are used. The network is
-EfficientNet-lite0, whose ImageNet weights come with the package. Images are enlarged to --size
-pixels. The file has `features` float16 [N, 1280], the means of the last feature map over positions,
-and `index` [N], the numbers of N images in random order. `noisy_labels.py --features` reads it.
-10,000 images of 128 pixels take four to ten minutes of CPU time. This script needs neither jax nor
-het_plugin.
+DIR has cifar10_human.npz and omniglot28.npz. --set=cifar10 takes the training images of the first
+file, and cifar10_test its test images. omniglot takes the first 100 characters of the second file.
+The network is EfficientNet-lite0, whose ImageNet weights come with the package. Images are enlarged
+to --size pixels. The file has `features` float16 [N, 1280], the means of the last feature map over
+positions, and `index` [N], the numbers of N images in random order. `noisy_labels.py --features`
+reads it. 10,000 images of 128 pixels take four to ten minutes of CPU time. This script needs
+neither jax nor het_plugin.
 """
 
 import argparse
