@@ -59,15 +59,22 @@ def problem(truth, num_rows, dim, num_classes, seed=0):
   return x.astype(np.float32), (u + rng.gumbel(size=u.shape)).argmax(axis=1)
 
 
+def fitted(estimator, *rows, **others):
+  """The estimator after its fit, whether that has converged, and CPU seconds."""
+  start = time.process_time()
+  with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter('always', ConvergenceWarning)
+    estimator.fit(*rows, **others)
+  seconds = time.process_time() - start
+  return estimator, not any(issubclass(x.category, ConvergenceWarning) for x in warned), seconds
+
+
 def measure(name, estimator, train, test, **start):
   """One row."""
   wall = time.perf_counter()
-  cpu = time.process_time()
-  with memory_watched() as memory, warnings.catch_warnings(record=True) as warned:
-    warnings.simplefilter('always', ConvergenceWarning)
-    estimator.fit(*train, **start)
+  with memory_watched() as memory:
+    _, converged, cpu = fitted(estimator, *train, **start)
   wall = time.perf_counter() - wall
-  cpu = time.process_time() - cpu
   x, y = (part[np.isin(test[1], estimator.classes_)] for part in test)  # others have no column
   column = np.searchsorted(estimator.classes_, y)
   log_p = estimator.predict_log_proba(x)[np.arange(len(column)), column]
@@ -80,7 +87,7 @@ def measure(name, estimator, train, test, **start):
     'seconds': wall,
     'cpu_seconds': cpu,
     'iterations': int(np.max(estimator.n_iter_)),
-    'converged': not any(issubclass(x.category, ConvergenceWarning) for x in warned),
+    'converged': converged,
     'C_noise': getattr(estimator, 'C_noise_', None),
     'gradient': getattr(estimator, 'gradient_', None),
     'gap': getattr(estimator, 'gap_', None),
@@ -88,7 +95,7 @@ def measure(name, estimator, train, test, **start):
   }
 
 
-def _c_noise(text):
+def c_noise(text):
   return text if text == 'auto' else float(text)
 
 
@@ -158,7 +165,7 @@ def main():
   parser.add_argument('--factors', type=int, default=4)
   parser.add_argument('--samples', type=int, default=16)
   parser.add_argument('--C', type=float, default=0.1)
-  parser.add_argument('--C_noise', type=_c_noise, default=None, help='a number, or auto')
+  parser.add_argument('--C_noise', type=c_noise, default=None, help='a number, or auto')
   parser.add_argument('--iterations', type=int, default=500, help='at most')
   parser.add_argument('--truth', choices=('het', 'het_xl'), default='het')
   parser.add_argument('--compiled', action='store_true', help='compile before the clock starts')

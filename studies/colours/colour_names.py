@@ -26,14 +26,12 @@ with people's names and what DET and the head predict, and prints the names that
 colours are those at quantiles of the gain, so they are not the best ones.
 """
 
-import time
-import warnings
 from pathlib import Path
 
 import numpy as np
-from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold
 
+from benchmarks import probe
 from benchmarks.command_line import (
   integers,
   make_parser,
@@ -93,14 +91,10 @@ def fit_halves(heads, x, counts, hidden, max_iter):
     fitted = fitted[totals[fitted] > 0]
     weight = totals[fitted] / totals[fitted].mean()
     for head in dict.fromkeys(('det', *heads)):
-      start = time.process_time()
       noise, of_det = ({}, {}) if head == 'det' else (NOISE, {'start': found['det'][-1][1]})
       estimator = CLASSIFIERS[head](**settings, **noise)
-      with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter('always', ConvergenceWarning)
-        estimator.fit(x[fitted], shares[fitted], sample_weight=weight, **of_det)
-      converged = not any(issubclass(w.category, ConvergenceWarning) for w in warned)
-      row = held_out, estimator, converged, time.process_time() - start
+      rows = x[fitted], shares[fitted]
+      row = held_out, *probe.fitted(estimator, *rows, sample_weight=weight, **of_det)
       found.setdefault(head, []).append(row)
   return found
 

@@ -18,15 +18,13 @@ Rows that --json already has are not measured again.
 import dataclasses
 import functools
 import tempfile
-import time
-import warnings
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sklearn.exceptions import ConvergenceWarning
 
+from benchmarks import probe
 from benchmarks.command_line import integers, make_parser, print_table, read_json, write_json
 from het_plugin.estimators import CLASSIFIERS
 from het_plugin.estimators.probe import num_noise_params, price
@@ -65,16 +63,6 @@ def write_rows(path, model, params, num_rows, dim, rng):
   return np.load(path, mmap_mode='r'), labels
 
 
-def fitted(estimator, x, y, **start):
-  """The estimator, whether it has converged, and CPU seconds."""
-  begun = time.process_time()
-  with warnings.catch_warnings(record=True) as warned:
-    warnings.simplefilter('always', ConvergenceWarning)
-    estimator.fit(x, y, **start)
-  converged = not any(issubclass(w.category, ConvergenceWarning) for w in warned)
-  return estimator, converged, time.process_time() - begun
-
-
 def nll_with(estimator, num_samples, x, y):
   """NLL [N] with another number of points of the noise."""
   model = estimator.model_
@@ -97,9 +85,9 @@ def measure(args, seed, sizes, folder):
     seen = np.isin(test[1], y[:n])  # no head can say anything about other classes
     of_test = test[0][seen], test[1][seen]
     settings = {'C': C, 'tol': 1e-3, 'solver': 'streamed', 'random_state': seed}
-    det = fitted(CLASSIFIERS['det'](**settings), x[:n], y[:n])
+    det = probe.fitted(CLASSIFIERS['det'](**settings), x[:n], y[:n])
     noise = {'C_noise': args.C_noise, 'num_factors': 1, 'num_samples': args.samples}
-    het_xl = fitted(CLASSIFIERS['het_xl'](**settings, **noise), x[:n], y[:n], start=det[0])
+    het_xl = probe.fitted(CLASSIFIERS['het_xl'](**settings, **noise), x[:n], y[:n], start=det[0])
     nll_det = det[0].nll(*of_test)
     for head, (estimator, converged, seconds) in {'det': det, 'het_xl': het_xl}.items():
       nll = estimator.nll(*of_test)
@@ -161,10 +149,6 @@ def _key(row):
   return tuple(row[name] for name in KEY)
 
 
-def number_or_auto(text):
-  return text if text == 'auto' else float(text)
-
-
 def main():
   parser = make_parser(__doc__)
   parser.add_argument('--sizes', type=integers, default=SIZES, help='numbers of rows N')
@@ -172,7 +156,7 @@ def main():
   parser.add_argument('--classes', type=int, default=1000)
   parser.add_argument('--dim', type=int, default=8)
   parser.add_argument('--test', type=int, default=NUM_TEST, help='test rows')
-  parser.add_argument('--C_noise', type=number_or_auto, default=0.1, help='a number, or auto')
+  parser.add_argument('--C_noise', type=probe.c_noise, default=0.1, help='a number, or auto')
   parser.add_argument('--samples', type=int, default=4, help='S of HET-XL')
   args = parser.parse_args()
   rows = read_json(args.json)

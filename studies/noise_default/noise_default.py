@@ -17,7 +17,6 @@ time.
 """
 
 import itertools
-import time
 import warnings
 
 import numpy as np
@@ -63,22 +62,16 @@ PROBLEMS = {
 
 
 def fitted(head, settings, train, **start):
-  """The estimator, CPU seconds, and whether the fit has converged."""
-  CLASSIFIERS[head](**settings, max_iter=2).fit(*train, **start)  # compiles
-  estimator = CLASSIFIERS[head](**settings)
-  cpu = time.process_time()
-  with warnings.catch_warnings(record=True) as warned:
-    warnings.simplefilter('always', ConvergenceWarning)
-    estimator.fit(*train, **start)
-  cpu = time.process_time() - cpu
-  return estimator, cpu, not any(issubclass(x.category, ConvergenceWarning) for x in warned)
+  """`probe.fitted` of a program that is compiled."""
+  CLASSIFIERS[head](**settings, max_iter=2).fit(*train, **start)
+  return probe.fitted(CLASSIFIERS[head](**settings), *train, **start)
 
 
 def measure(problem, seed, heads, num_rows):
   """A row for DET, and for each head with either C_noise."""
   train, (x, y) = PROBLEMS[problem](seed)
   train = tuple(rows[:num_rows] for rows in train)
-  det, cpu, converged = fitted('det', {}, train)
+  det, converged, cpu = fitted('det', {}, train)
   x, y = (rows[np.isin(y, det.classes_)] for rows in (x, y))
   base = det.nll(x, y)
   of_all = {'problem': problem, 'seed': seed, 'n': len(train[0])}
@@ -86,7 +79,7 @@ def measure(problem, seed, heads, num_rows):
   found = [{**of_all, 'head': 'det', 'given': 0.0, 'C_noise': 0.0, **row, 'converged': converged}]
   for head, c_noise in itertools.product(heads, (NOISE_SHARE, 'auto')):
     settings = {**SETTINGS, 'C_noise': c_noise}
-    estimator, cpu, converged = fitted(head, settings, train, start=det)
+    estimator, converged, cpu = fitted(head, settings, train, start=det)
     gain = base - estimator.nll(x, y)
     row = {'nll': float(base.mean() - gain.mean()), 'gain': float(gain.mean())}
     row |= {'gain_stderr': stderr(gain), 'cpu_seconds': cpu, 'converged': converged}

@@ -28,14 +28,13 @@ import io
 import itertools
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold
 
+from benchmarks import probe
 from benchmarks.command_line import make_parser, names, numbers, print_table, read_json, write_json
 from het_plugin.estimators import CLASSIFIERS
 from het_plugin.estimators.noise_gain import HIDDEN, noise_test
@@ -99,36 +98,31 @@ def components(x, dim):
   return lambda x: ((x - mean) @ scale).astype(np.float32)
 
 
-def fit(estimator, *rows):
-  """The estimator, and whether it has converged."""
-  with warnings.catch_warnings(record=True) as warned:
-    warnings.simplefilter('always', ConvergenceWarning)
-    estimator.fit(*rows)
-  return estimator, not any(issubclass(x.category, ConvergenceWarning) for x in warned)
-
-
 def fit_heads(x, shares, args, seed):
-  """{head: (estimator, whether it has converged)} of rows x [N, D] and shares [N, K]."""
+  """{head: `probe.fitted`} of rows x [N, D] and shares [N, K]."""
   settings = {'target': 'probabilities', 'max_iter': args.max_iter, 'random_state': seed}
   held_out = np.random.default_rng(seed).random(len(x)) < HELD_OUT
 
   def best_c(**layer):
     nll = {}
     for c in args.C:
-      tried, _ = fit(CLASSIFIERS['det'](c, **settings, **layer), x[~held_out], shares[~held_out])
+      det = CLASSIFIERS['det'](c, **settings, **layer)
+      tried, *_ = probe.fitted(det, x[~held_out], shares[~held_out])
       nll[c] = tried.nll(x[held_out], shares[held_out]).mean()
     return min(nll, key=nll.__getitem__)
 
   c = best_c()
   found = {
-    'det': fit(CLASSIFIERS['det'](c, **settings), x, shares),
-    'det_tau': fit(CLASSIFIERS['det'](c, tau='learned', **settings), x, shares),
+    'det': probe.fitted(CLASSIFIERS['det'](c, **settings), x, shares),
+    'det_tau': probe.fitted(CLASSIFIERS['det'](c, tau='learned', **settings), x, shares),
   }
   for head in (x for x in args.heads if x in ('het', 'het_h', 'het_xl')):
-    found[head] = fit(CLASSIFIERS[head](c, **settings, **NOISE), x, shares)
+    found[head] = probe.fitted(CLASSIFIERS[head](c, **settings, **NOISE), x, shares)
   if 'hidden' in args.heads:
     layer = {'hidden_layers': HIDDEN_LAYER}
-    found['hidden'] = fit(CLASSIFIERS['det'](best_c(**layer), **settings, **layer), x, shares)
+    found['hidden'] = probe.fitted(
+      CLASSIFIERS['det'](best_c(**layer), **settings, **layer), x, shares
+    )
   return found
 
 
@@ -176,7 +170,7 @@ def measure(tower, part, x, index, args, shares, label):
     # Other images are tested by every fold: their mean is that of an example.
     gap = np.concatenate(gaps) if test == part else np.mean(gaps, axis=0)
     joined = {x: np.concatenate([getattr(of, x) for of in of_folds]) for x in vars(of_folds[0])}
-    estimators = [estimator for estimator, _ in fits[head]]
+    estimators = [estimator for estimator, *_ in fits[head]]
     gain = predicted.get(head)
     rows.append(
       {
@@ -198,7 +192,7 @@ def measure(tower, part, x, index, args, shares, label):
         'price': price(num_noise_params(estimators[0]), num_fitted),
         'c': [x.C for x in estimators],
         'c_noise': [x.C_noise_ for x in estimators],
-        'converged': sum(converged for _, converged in fits[head]),
+        'converged': sum(converged for _, converged, _ in fits[head]),
       }
     )
   return rows
