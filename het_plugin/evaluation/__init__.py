@@ -1,10 +1,8 @@
 """A file for each command: source -> rows -> measure -> report; and evaluations during training."""
 
-from typing import TYPE_CHECKING
+from etils import epy
 
-from het_plugin.system import faces
-
-if TYPE_CHECKING:
+with epy.lazy_api_imports(globals()):
   from het_plugin.evaluation import (
     candidates,
     class_covariance,
@@ -22,5 +20,3 @@ CONFIGURABLES = {
   'fewshot': ('FewShotDataset',),
   'zeroshot_datasets': ('ZeroShotDataset', 'run_tokenizer'),
 }
-
-__getattr__, __all__ = faces.on_first_use(__name__)

@@ -153,7 +153,7 @@ def test_measures_know_neither_jax_nor_files():
   for path in FILES:
     if room_of(path) == 'measures':
       others = {name.split('.')[0] for name in IMPORTED[path]} - sys.stdlib_module_names
-      assert others <= {'het_plugin', 'numpy', 'scipy', 'sklearn'}, path
+      assert others <= {'etils', 'het_plugin', 'numpy', 'scipy', 'sklearn'}, path
 
 
 def test_the_core_needs_jax_flax_and_numpy_only():
