@@ -232,18 +232,18 @@ class Block(nn.Module):
 
 class AttentionPooling(nn.Module):
   """Pools tokens [B, N, D] to [B, D] by attention from one learned query and an MLP ("MAP", Zhai et
-  al. 2021, https://arxiv.org/abs/2106.04560, section 3.2).
+  al. 2021, https://arxiv.org/abs/2106.04560, section 3.2); `is_token` as for `Attention`.
   """
 
   settings: BlockSettings
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: jax.Array, is_token: jax.Array | None = None) -> jax.Array:
     width = x.shape[-1]
     init = nn.initializers.normal(width**-0.5)
     probe = param('probe', init, (width,), ('embed',))
     queries = jnp.broadcast_to(probe.astype(x.dtype), (x.shape[0], 1, width))
-    x = Attention(self.settings, name='attention')(x, queries=queries)
+    x = Attention(self.settings, name='attention')(x, is_token, queries=queries)
     y = self.settings.normalisation('mlp_norm')(x)
     return (x + Mlp(self.settings, name='mlp')(y))[:, 0]
 
@@ -285,7 +285,7 @@ def prepare_tokens(
   has_class_token: bool,
   dropout: float,
   deterministic: bool,
-  position: Callable[[int, int], jax.Array | None] = learned_position,
+  position: Callable[[int, int], jax.Array | np.ndarray | None] = learned_position,
   num_registers: int = 0,
 ) -> jax.Array:
   """Input of the first block, [B, N, D], from embedded patches or words x [B, L, D].
@@ -293,7 +293,8 @@ def prepare_tokens(
   Prepends a learned class token if there is one, adds position embeddings, inserts registers after
   the class token, and applies dropout. The parameters belong to the compact module that calls this.
 
-  `position` maps (L or L + 1, D) to the position embeddings of class token and x, or to None.
+  `position` maps (L or L + 1, D) to the position embeddings of class token and x, for all examples
+  or each, or to None.
   Registers are learned tokens without a position.
   """
   width = x.shape[-1]

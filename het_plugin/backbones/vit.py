@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import Dense, Remat, check_settings, param
 from het_plugin.backbones.moe import Moe, moe_layers
+from het_plugin.backbones.naflex import Resampling, grid_of, positions
 from het_plugin.backbones.transformer import (
   SIZES,
   Activation,
@@ -178,6 +179,10 @@ class ViT(nn.Module):
     last_norm: whether there is a normalisation after the last block.
     projection_bias: a bias of the projection.
     num_pooled: tokens that the pooling 'token' takes.
+    naflex: how the learned positions of `stored_grid` are resampled to the grid of each picture,
+      where images are sheets of patches of pictures of any aspect (`backbones.naflex`); None for
+      square images. Poolings of patches, 'map' among them, then read the picture's patches alone.
+    naflex_square: whether a picture takes its positions from a square of its longer side.
     pool_heads: attention heads of the pooling 'map'; None for num_heads.
     adapter_dim: hidden width of a residual adapter after each block, to be trained over a frozen
       backbone (`transformer.Adapter`); None for no adapters.
@@ -224,6 +229,8 @@ class ViT(nn.Module):
   last_norm: bool = True
   num_pooled: Count = 1
   projection_bias: bool = False
+  naflex: Resampling | None = None
+  naflex_square: bool = False
 
   def __post_init__(self):
     check_encoder(self)
@@ -232,6 +239,11 @@ class ViT(nn.Module):
       raise ValueError(
         f'ViT.position={self.position!r} needs a width (and with rope, a width per head) that is a '
         f'multiple of 4: ViT.width={self.width}, num_heads={self.num_heads}'
+      )
+    if self.naflex and (self.position != 'learned' or self.stored_grid is None):
+      raise ValueError(
+        f"ViT.naflex={self.naflex!r} needs position='learned' and ViT.stored_grid, not "
+        f'{self.position!r} and {self.stored_grid}'
       )
     if self.stored_grid is not None and 'learned' not in self.position:
       raise ValueError(
@@ -282,7 +294,8 @@ class ViT(nn.Module):
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """image float32 [B, H, W, C] -> phi float32 [B, pre_logits_dim], and the representations by
     name: 'patches' [B, (H/P)(W/P), D], 'block00', 'block01', ... [B, N, D], 'encoder_norm' float32
-    [B, N, D] and 'pre_logits', which is phi.
+    [B, N, D] and 'pre_logits', which is phi. With `naflex` they are means over the tokens that
+    count, [B, D], and phi is NaN for an image that is no sheet.
 
     N counts the patches, and the class token and the registers in front of them. H and W are fixed
     by the position embeddings. `train` applies dropout and stochastic depth, with the 'dropout'
@@ -298,7 +311,21 @@ class ViT(nn.Module):
     x = PatchEmbedding(
       self.patch_size, self.width, self.dtype, self.stored_patch_size, name='embedding'
     )(image)
-    intermediates = {'patches': x}
+    # Where None, all count.
+    is_patch = None  # bool [B, N]
+    is_token = None  # with class token and registers
+    is_pooled = None  # what the pooling 'map' reads
+    position = functools.partial(self._position, grid)
+    if self.naflex is not None:
+      num_patches = (grid[0] - 1) ** 2
+      x = x[:, :num_patches]
+      sizes = grid_of(image)  # [B, 2]
+      is_patch = jnp.arange(num_patches) < sizes.prod(axis=1)[:, None]
+      prefix = (0, 0), (num_prefix, 0)
+      is_token = jnp.pad(is_patch, prefix, constant_values=True)
+      is_pooled = jnp.pad(is_patch, prefix)
+      position = functools.partial(self._position_in_sheet, sizes, num_patches)
+    intermediates = {'patches': x if is_patch is None else _mean(x, is_patch)}
     if self.patch_norm:
       x = settings.normalisation('patch_norm')(x)
     if self.position == 'relative':
@@ -308,34 +335,39 @@ class ViT(nn.Module):
       self.has_class_token,
       self.dropout,
       deterministic=not train,
-      position=functools.partial(self._position, grid),
+      position=position,
       num_registers=self.num_registers,
     )
     if self.pre_norm:
       x = settings.normalisation('pre_norm')(x)
-    x, outputs = run_blocks(self, x, not train, rotation=rotation, moe=self.moe, settings=settings)
+    x, outputs = run_blocks(
+      self, x, not train, is_token, rotation=rotation, moe=self.moe, settings=settings
+    )
+    if is_token is not None:
+      outputs = {name: _mean(y, is_token) for name, y in outputs.items()}
     intermediates |= outputs
 
     normalise = lambda x: x.astype(jnp.float32)  # noqa: E731
     if self.last_norm:
       normalise = settings.normalisation('encoder_norm', dtype=jnp.float32)
     x = x.astype(jnp.float32) if self.norm_pooled else normalise(x)
-    intermediates['encoder_norm'] = x
+    intermediates['encoder_norm'] = x if is_token is None else _mean(x, is_token)
     if self.pooling == 'token':
       phi = x[:, : self.num_pooled].reshape(x.shape[0], -1)  # [B, num_pooled D]
     elif self.pooling == 'gap':
-      phi = x[:, num_prefix:].mean(axis=1)
+      phi = _mean(x[:, num_prefix:], is_patch)
     elif self.pooling == 'all':
-      phi = x.mean(axis=1)
+      phi = _mean(x, is_token)
     elif self.pooling == 'token_and_gap':
-      phi = jnp.concatenate([x[:, 0], x[:, num_prefix:].mean(axis=1)], axis=-1)  # [B, 2 D]
+      phi = jnp.concatenate([x[:, 0], _mean(x[:, num_prefix:], is_patch)], axis=-1)  # [B, 2 D]
     elif self.pooling == 'distilled':
       phi = x[:, :2].mean(axis=1)
     else:
       heads = self.pool_heads or self.num_heads
       plain = {'qk_norm': False, 'sub_norm': None, 'relative_grid': None, 'num_heads': heads}
       plain = dataclasses.replace(settings, **plain)
-      phi = AttentionPooling(plain, name='pooling')(x.astype(self.dtype)).astype(jnp.float32)
+      phi = AttentionPooling(plain, name='pooling')(x.astype(self.dtype), is_pooled)
+      phi = phi.astype(jnp.float32)
     if self.norm_pooled:
       phi = normalise(phi)
     if self.projection_size is not None:
@@ -344,6 +376,9 @@ class ViT(nn.Module):
     if self.representation_size is not None:
       # 'kv', because t5x's rules replicate it: every class shard of the head needs all of phi.
       phi = jnp.tanh(Dense(self.representation_size, ('embed', 'kv'), name='representation')(phi))
+    if self.naflex is not None:
+      is_sheet = (sizes.min(axis=1) > 0) & (sizes.prod(axis=1) <= num_patches)
+      phi = jnp.where(is_sheet[:, None], phi, jnp.nan)
     phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))
     return phi, intermediates
 
@@ -364,6 +399,27 @@ class ViT(nn.Module):
     patches = learned[num_prefix:].reshape(*stored, width)
     resized = jax.image.resize(patches, (*grid, width), 'bilinear')  # the same at stored_grid
     return jnp.concatenate([prefix, resized.reshape(-1, width)])
+
+  def _position_in_sheet(
+    self, sizes: jax.Array, num_patches: int, num_tokens: int, width: int
+  ) -> jax.Array:
+    """Position embeddings [B, N, D] of class token and patches, of pictures of `sizes` [B, 2]."""
+    num_prefix = num_tokens - num_patches  # 1 with a class token
+    stored = (self.stored_grid,) * 2
+    learned = learned_position(num_prefix + math.prod(stored), width)
+    table = learned[num_prefix:].reshape(*stored, width)
+    made = positions(table, sizes, num_patches, self.naflex, self.naflex_square)
+    prefix = jnp.broadcast_to(learned[:num_prefix], (len(made), num_prefix, width))
+    return jnp.concatenate([prefix, made], axis=1)
+
+
+def _mean(x: jax.Array, counts: jax.Array | None) -> jax.Array:
+  """The mean [B, D] of tokens [B, N, D], of those that count [B, N]; None for all."""
+  if counts is None:
+    return x.mean(axis=1)
+  weights = counts.astype(jnp.float32)
+  total = jnp.einsum('bnd,bn->bd', x.astype(jnp.float32), weights)
+  return total / jnp.maximum(weights.sum(axis=1, keepdims=True), 1)
 
 
 def vit(variant: str = 'S/16', **overrides: Any) -> ViT:

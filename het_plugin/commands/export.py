@@ -130,6 +130,11 @@ def export(run: runs.Run, folder: str, kind: str, *, entropies: bool = False) ->
       f'{run.checkpoint} is a contrastive model, whose classes are texts: it is not exported as a '
       'program; its image tower is exported to a file without --format'
     )
+  if run.reads_sheets:
+    raise ValueError(
+      f'{run.checkpoint} takes pictures of any aspect (NaFlex), and a program takes squares: use '
+      'predict'
+    )
   run.config.checkpoint.check_trained(hint='export the run itself')
   model = run.model
   if kind == 'onnx':

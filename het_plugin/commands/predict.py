@@ -170,7 +170,7 @@ def predict(
     max_labels=run.max_labels,
     batch_size=batch_size,
     bounded=False,
-    resize=None if images.is_array else run.resize,
+    resize=run.resize if run.reads_sheets or not images.is_array else None,
     max_corrupt_fraction=1.0,
   )
   batches = data.get_dataset(config, run.partitioner.batch_rows(batch_size))

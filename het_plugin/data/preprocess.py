@@ -157,23 +157,41 @@ class ResizeAndCrop:
 
   mode: open_clip's names. 'shortest' makes the shorter side size / crop_fraction pixels and keeps
     the aspect ratio. 'squash' makes both sides so. 'longest' makes the longer side so, and pads.
+    'patches' (NaFlex) keeps the aspect, without a crop: both sides are rounded up to whole patches
+    at the largest scale that gives at most max_patches of them, which are laid into a sheet
+    (`backbones.naflex`).
   crop_fraction: side of the image relative to that before the crop.
   filter: Pillow's, which covers all pixels when the image becomes smaller.
   offset: where half a pixel is left over, the crop begins at the 'even' one of the two pixels
     (torchvision), or at the one below, 'down' (transformers).
   fill: the levels of the three channels beside the photograph, in 0 .. 255.
+  patch_size, max_patches: of the mode 'patches', the side of a patch in pixels, and their number.
   """
 
-  mode: Literal['shortest', 'squash', 'longest'] = 'shortest'
+  mode: Literal['shortest', 'squash', 'longest', 'patches'] = 'shortest'
   crop_fraction: Annotated[float, '(0, 1]'] = 1.0
   filter: Literal['nearest', 'box', 'bilinear', 'hamming', 'bicubic', 'lanczos'] = 'bicubic'
   offset: Literal['even', 'down'] = 'even'
   fill: tuple[int, int, int] = (0, 0, 0)
+  patch_size: ranges.Count = 16
+  max_patches: ranges.Count = 256
 
   def __post_init__(self):
     ranges.check(self)
 
+  def check(self, size: int) -> None:
+    """Raises ValueError if images of this side are no sheets of `max_patches` patches."""
+    side = (math.isqrt(self.max_patches - 1) + 2) * self.patch_size
+    if self.mode == 'patches' and size != side:
+      raise ValueError(
+        f'image_size={size} must be {side} for ResizeAndCrop.max_patches={self.max_patches} of '
+        f'{self.patch_size} pixels a side: an image has one row and one column of patches more '
+        'than the smallest square that holds them'
+      )
+
   def __call__(self, image: np.ndarray, rng: np.random.Generator, size: int) -> np.ndarray:
+    if self.mode == 'patches':
+      return self._sheet(image, size)
     shape = image.shape[:2]
     before = math.floor(size / self.crop_fraction)
     if self.mode == 'squash':
@@ -206,6 +224,47 @@ class ResizeAndCrop:
     top, left = ((size - x) // 2 for x in image.shape[:2])
     padded[top : top + image.shape[0], left : left + image.shape[1]] = image
     return padded
+
+  def _sheet(self, image: np.ndarray, size: int) -> np.ndarray:
+    """The patches of an image, row by row, and the size of its grid, in a square of patches."""
+    p = self.patch_size
+    rows, columns = patch_grid(image.shape[0], image.shape[1], p, self.max_patches)
+    image = _by_pillow(image, rows * p, columns * p, Image.Resampling[self.filter.upper()])
+    channels = image.shape[-1]
+    empty = 0
+    if image.dtype != np.uint8:
+      image = image.clip(-1, 1)
+      empty = -1
+    side = size // p  # n + 1
+    sheet = np.full((side * side, p, p, channels), empty, image.dtype)
+    patches = image.reshape(rows, p, columns, p, channels).swapaxes(1, 2)
+    sheet[: rows * columns] = patches.reshape(-1, p, p, channels)
+    sheet = sheet.reshape(side, side, p, p, channels).swapaxes(1, 2).reshape(size, size, channels)
+    levels = np.array([rows >> 8, rows & 255, columns >> 8, columns & 255])
+    sheet[-1, -4:, 0] = levels if image.dtype == np.uint8 else 2 / 255 * levels - 1
+    return sheet
+
+
+def patch_grid(height: int, width: int, patch_size: int, max_patches: int) -> tuple[int, int]:
+  """Rows and columns of patches of an image at the largest scale that gives at most so many.
+
+  Transformers and timm bisect scales to 1e-5, which can fall short of the largest by a patch; so
+  does this.
+  """
+
+  def at(scale: float) -> tuple[int, int]:
+    rows, columns = (max(math.ceil(scale * x / patch_size), 1) for x in (height, width))
+    return rows, columns
+
+  low = 1e-6
+  high = 100.0
+  while high - low >= 1e-5:
+    middle = (low + high) / 2
+    if math.prod(at(middle)) <= max_patches:
+      low = middle
+    else:
+      high = middle
+  return at(low)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,12 +76,20 @@ class ImageTask:
         this order.
     """
     self._check(split, lengths)
+    is_sheet = isinstance(resize, pp.ResizeAndCrop) and resize.mode == 'patches'
+    if is_sheet:
+      resize.check(lengths['image'])
     preprocessors = self._split_preprocessors(augment, resize)
     mixture = None
     if augment and augmentations is not None:
       preprocessors, mixture = augment_lib.resolve(augmentations)
       converted = (x for x in self.eval_preprocessors if isinstance(x, pp.ToChannels))
-      preprocessors = (*converted, *preprocessors)
+      preprocessors = (*converted, *preprocessors, *([resize] if is_sheet else []))
+      if mixture and is_sheet:
+        raise ValueError(
+          f'augmentations is {augmentations!r}; images of the aspect of their photographs (NaFlex) '
+          'cannot be mixed.'
+        )
       if mixture and 'text' in lengths:
         raise ValueError(f'augmentations is {augmentations!r}; captions cannot be mixed.')
     if self.vocabulary is None:
@@ -128,6 +136,9 @@ class ImageTask:
   ) -> Sequence[pp.Preprocessor]:
     square = (pp.CentralCrop, pp.Resize)
     are_photos = any(isinstance(x, square) for x in self.eval_preprocessors)
+    if isinstance(resize, pp.ResizeAndCrop) and resize.mode == 'patches':
+      usual = self.preprocessors if augment else self.eval_preprocessors
+      return (*(x for x in usual if not isinstance(x, square)), resize)
     if isinstance(resize, pp.ResizeAndCrop):  # of a tower, for all photographs that it reads
       made = resize if are_photos and not augment else None
     else:

@@ -141,6 +141,11 @@ class Configuration:
     Of a contrastive model it is the image tower, for which there are such names.
     """
     model = self.argument('model')
+    if getattr(model.backbone, 'naflex', None):
+      raise ValueError(
+        f'{self.checkpoint.path} takes pictures of any aspect (NaFlex), for which published files '
+        'have no names: keep the run'
+      )
     params = self.read_params()
     num_classes = getattr(model.head, 'num_classes', None)
     noise_dim = None

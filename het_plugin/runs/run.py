@@ -83,6 +83,11 @@ class Run:
   resize: "Literal['aspect', 'squash'] | preprocess.ResizeAndCrop | None" = None
   _compiled: dict[Hashable, PerExample] = dataclasses.field(default_factory=dict, repr=False)
 
+  @property
+  def reads_sheets(self) -> bool:
+    """Whether images are sheets of patches of pictures of any aspect (`backbones.naflex`)."""
+    return getattr(self.resize, 'mode', None) == 'patches'
+
   def predict(self, batch: Mapping[str, np.ndarray]) -> Columns:
     """The predictive distribution of each example, by the model's evaluation integrator.
 
@@ -246,6 +251,11 @@ class Run:
     of_run['resize'] = None if of_task and task != self.task else self.resize
     if settings.get('resize') is None:
       settings.pop('resize', None)
+    elif self.reads_sheets:
+      raise ValueError(
+        f'resize={settings["resize"]!r} makes squares, and {self.checkpoint} takes pictures of any '
+        'aspect (NaFlex): leave it out'
+      )
     settings = of_run | {'max_labels': max_labels} | settings
     config = data.one_pass(task, split, bounded=max_examples is not None, **settings)
     rows = None if whole else self.partitioner.batch_rows(config.batch_size)

@@ -38,7 +38,7 @@ _TIMM_OF_SHAPES = re.compile(
   r'swiglu_mlp|swiglu_align_to|weight_init|fix_init|head_init_scale|dynamic_img_size|'
   r'dynamic_img_pad|strict_img_size|use_abs_pos_emb|use_rot_pos_emb|\w*_rate|'
   r'rope_(?:shift|jitter|rescale)_coords|scale_mlp|scale_attn_inner|attn_type|'
-  r'attn_pool_mlp_ratio|use_post_transformer_norm|cardinality|base_width|use_(?:shared_)?rel_pos_bias)'
+  r'attn_pool_mlp_ratio|pos_embed_grid_size|use_post_transformer_norm|cardinality|base_width|use_(?:shared_)?rel_pos_bias)'
 )
 _TIMM_READ = (
   'num_heads',
@@ -199,6 +199,8 @@ def _of_timm(config: Mapping[str, Any]) -> dict[str, Any]:
     'rope_offset': row.get('rope_grid_offset'),
     'rope_type': row.get('rope_type'),
     'rope_axes': row.get('rope_grid_indexing'),
+    'naflex': row.get('naflex'),
+    'naflex_square': row.get('naflex_square', False),
   }
 
 

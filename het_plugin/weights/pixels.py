@@ -1,15 +1,14 @@
 """How the library of a published tower makes the pixels, from the descriptions beside its file."""
 
-import logging
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
-_log = logging.getLogger(__name__)
 Settings = Mapping[str, Any]
 
-FIELDS = ('mode', 'crop_fraction', 'filter', 'offset', 'fill')  # of `ResizeAndCrop`
+# Of `ResizeAndCrop`.
+FIELDS = ('mode', 'crop_fraction', 'filter', 'offset', 'fill', 'patch_size', 'max_patches')
 CONFIG = 'config.json'
 OPEN_CLIP = 'open_clip_config.json'
 PREPROCESSOR = 'preprocessor_config.json'
@@ -131,16 +130,8 @@ def of_transformers(settings: Settings, file: str) -> dict[str, Any]:
 
 def _sizes(given: Settings, file: str, kind: str) -> dict[str, Any]:
   """Mode, size and fraction of the crop of an image processor."""
-  if kind == 'Siglip2':  # NaFlex, which keeps the aspect of an image
-    side = given['patch_size'] * math.isqrt(given['max_num_patches'])
-    _log.warning(
-      'Images are made %d x %d pixels: the NaFlex of %s would keep their aspect, so features of '
-      'images that are not square differ from its own.',
-      side,
-      side,
-      file,
-    )
-    return {'mode': 'squash', 'size': side, 'crop_fraction': 1.0}
+  if kind == 'Siglip2':
+    return of_patches(given['patch_size'], given['max_num_patches'])
   size = given['size']
   if isinstance(size, int):
     edge = given.get('one_size')
@@ -177,6 +168,12 @@ def _sizes(given: Settings, file: str, kind: str) -> dict[str, Any]:
   return {'mode': mode, 'size': side, 'crop_fraction': fraction}
 
 
+def of_patches(patch_size: int, max_patches: int) -> dict[str, Any]:
+  """Mode and size of a NaFlex, which keeps the aspect of an image; see `ResizeAndCrop.check`."""
+  size = (math.isqrt(max_patches - 1) + 2) * patch_size
+  return {'mode': 'patches', 'size': size, 'patch_size': patch_size, 'max_patches': max_patches}
+
+
 def of_timm(config: Settings, file: str) -> dict[str, Any]:
   """`Tower.pixels` of timm's config.json, `file`, whose pretrained_cfg says how images are made.
 
@@ -199,10 +196,12 @@ def of_timm(config: Settings, file: str) -> dict[str, Any]:
   if len(set(sides)) != 1:
     raise ValueError(f'input_size={[channels, *sides]} in {file} must be a square')
   mean = given.get('mean', _IMAGENET_MEAN)
+  sizes = {'mode': modes[mode], 'size': sides[0], 'crop_fraction': fraction}
+  if str(config.get('architecture')).startswith('naflexvit'):
+    # As timm's --naflex-loader does, with as many patches as the images of input_size have.
+    sizes = of_patches(16, (sides[0] // 16) ** 2)
   return {
-    'mode': modes[mode],
-    'size': sides[0],
-    'crop_fraction': fraction,
+    **sizes,
     'filter': interpolation,
     'offset': 'even',
     **({'fill': tuple(round(255 * x) for x in mean)} if mode == 'border' else {}),

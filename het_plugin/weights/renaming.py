@@ -141,7 +141,7 @@ def converted(ours: str, kind: str, x: np.ndarray, transpose: bool) -> dict[str,
     x = x.reshape(x.shape[:2])
   if kind == 'weight' and transpose:
     x = x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T
-  if kind == 'weight' and layer == 'embedding' and x.ndim == 2:  # SigLIP 2 NaFlex: rows of patches
+  if kind == 'weight' and layer == 'embedding' and x.ndim == 2:  # NaFlex: rows of patches
     side = math.isqrt(len(x) // 3)
     x = x.reshape(side, side, 3, -1)
   parts = {

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from etils import epath
 
-from het_plugin.weights import convolutional, files, renaming
+from het_plugin.weights import convolutional, files, pixels, renaming
 from het_plugin.weights.descriptions import described, read_config
 from het_plugin.weights.renaming import Params, Tower
 
@@ -37,6 +37,7 @@ _ACTIVATIONS = {
 # Of a last normalisation after the pooling, and of towers that may have none.
 _POOLED_NORM = r'fc_norm\.weight|pooler\.layernorm\.weight'
 _SCALED_BEIT = r'lambda_1|\.ls1(?: |$)'
+_NAFLEX = ('embeds.proj.weight', 'embeddings.patch_embedding.weight')
 # Outside the blocks of a RADIO, and what is before these names.
 _RADIO_OUTER = re.compile(
   r'^(?:radio_model\.)?(?:(?:model\.)?patch_generator|embeddings|input_conditioner)\.|^radio_model\.'
@@ -51,16 +52,17 @@ _RADIO = {
 }
 # Ours, and theirs without the prefix and '.weight' or '.bias', outside and inside blocks.
 _OUTER = renaming.table("""
-class_token            cls_token embeddings.cls_token class_embedding embeddings.class_embedding
-position_embedding     pos_embed positional_embedding
+class_token            cls_token embeds.cls_token embeddings.cls_token class_embedding
+class_token            embeddings.class_embedding
+position_embedding     pos_embed embeds.pos_embed positional_embedding
 position_embedding     embeddings.position_embeddings embeddings.position_embedding
 position_embedding     preprocessor.pos_embed
 relative_position      rel_pos_bias.relative_position_bias_table
 relative_position      shared_position_bias.relative_position_bias_table
 relative_position      encoder.relative_position_bias.relative_position_bias_table
-registers              reg_token embeddings.register_tokens
+registers              reg_token embeds.reg_token embeddings.register_tokens
 distillation           dist_token embeddings.distillation_token
-embedding              patch_embed.proj conv1 embeddings.patch_embeddings.projection
+embedding              patch_embed.proj embeds.proj conv1 embeddings.patch_embeddings.projection
 embedding              embeddings.patch_embedding embeddings.patch_embeddings
 embedding              embeddings.patch_embed preprocessor.patchifier.proj
 patch_norm             patch_embed.norm embeddings.rms_norm preprocessor.patchifier.norm
@@ -252,7 +254,11 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
       'the file is of EVA-02 or alike, whose rotary positions no array tells: put its config.json '
       'beside it'
     )
-  flat, skipped = renaming.renamed(arrays, 'ViT', lambda name: _stem(name, _OUTER))
+  # Patches are rows, as they are where images have an aspect of their own.
+  is_naflex = not is_radio and any(
+    np.ndim(x) == 2 and name.endswith(_NAFLEX) for name, x in arrays.items()
+  )
+  flat, skipped = renaming.renamed(_joined(arrays), 'ViT', lambda name: _stem(name, _OUTER))
   kernel = flat['embedding/kernel']  # [P, P, C, D]
   patch_size = kernel.shape[0]
   width = kernel.shape[-1]
@@ -349,14 +355,40 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     settings |= _interleaved_rope(flat, config, settings, grid)
   _check_head(flat, settings)
   made = config.get('pixels')
-  if made and made['size'] % patch_size:
+  if is_naflex:
+    settings |= {
+      'naflex': config.get('naflex') or 'bilinear_antialias',
+      'naflex_square': config.get('naflex_square', False),
+      'stored_grid': grid,
+    }
+    made = made or pixels.of_transformers(
+      {'image_processor_type': 'Siglip2ImageProcessor', 'patch_size': patch_size},
+      'the usual values of SigLIP 2',
+    )
+  if made and (made['mode'] == 'patches') != is_naflex:
+    kinds = 'squares', 'pictures of any aspect (NaFlex)'
+    raise ValueError(
+      f'{made["file"]} makes {kinds[not is_naflex]}, and the tower of the file takes '
+      f'{kinds[is_naflex]}: put the description of the same model beside it'
+    )
+  if made and (made['size'] % patch_size or made.get('patch_size', patch_size) != patch_size):
     raise ValueError(
       f'the images of {made["file"]} have {made["size"]} pixels a side, which must be a multiple '
       f'of the {patch_size} pixels of a patch'
     )
-  return Tower(
-    settings, renaming.placed(flat), renaming.image_size(config, image_size), skipped, pixels=made
-  )
+  size = renaming.image_size({**config, 'pixels': made}, image_size)
+  return Tower(settings, renaming.placed(flat), size, skipped, pixels=made)
+
+
+def _joined(arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+  """The arrays, with timm's positions of rows and of columns as one table of their sums."""
+  rows = next((name for name in arrays if name.endswith('embeds.pos_embed_y')), None)
+  if rows is None:
+    return arrays
+  columns = f'{rows[:-1]}x'
+  table = arrays[rows][0][:, None] + arrays[columns][0]  # [G, G, D]
+  left = {name: x for name, x in arrays.items() if name not in (rows, columns)}
+  return {**left, rows[:-2]: table}
 
 
 def _interleaved_rope(

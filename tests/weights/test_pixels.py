@@ -194,9 +194,3 @@ def test_a_run_of_a_published_file_reads_photographs_by_its_recipe(tmp_path, cap
   usual = first_image(runs.open_run(path, bindings=['DatasetConfig.resize = None']))
   config = data.one_pass(task, 'train', image_size=8, max_labels=1, batch_size=1, bounded=False)
   np.testing.assert_array_equal(usual, next(data.get_dataset(config))['image'][0])
-
-
-def test_a_naflex_on_squares_says_so(caplog):
-  made = pixels.of_transformers({'image_processor_type': 'Siglip2ImageProcessor'}, 'a.json')
-  assert (made['mode'], made['size']) == ('squash', 256)
-  assert '256 x 256 pixels: the NaFlex of a.json would keep their aspect' in caplog.text

@@ -14,7 +14,16 @@ import timm
 import torch
 
 TABLE = pathlib.Path(__file__).parents[2] / 'het_plugin' / 'weights' / 'timm_architectures.json'
-MODULES = ('vision_transformer', 'deit', 'eva', 'beit', 'convnext', 'resnet', 'resnetv2')
+MODULES = (
+  'vision_transformer',
+  'deit',
+  'eva',
+  'beit',
+  'convnext',
+  'resnet',
+  'resnetv2',
+  'naflexvit',
+)
 # Classes of activations, and timm's names of them.
 ACTIVATIONS = {'GELU': 'gelu', 'GELUTanh': 'gelu_tanh', 'QuickGELU': 'quick_gelu', 'SiLU': 'silu'}
 NORMS = {'LayerNorm': 'layer_norm', 'RmsNorm': 'rms_norm'}
@@ -97,15 +106,26 @@ def _vit(model: Any) -> dict[str, Any]:
     row['last_norm'] = False
   if getattr(model, 'pool_include_prefix', False):
     row['pool_include_prefix'] = True
+  embeds = getattr(model, 'embeds', None)  # of a NaFlex
+  if embeds is not None:
+    filter = 'bilinear' if embeds.pos_embed_type == 'factorized' else embeds.pos_embed_interp_mode
+    antialias = '_antialias' * (embeds.pos_embed_type == 'learned' and embeds.pos_embed_antialias)
+    row['naflex'] = filter + antialias
+    if embeds.pos_embed_ar_preserving:
+      row['naflex_square'] = True
   odd = [
     name_of(layer)
     for layer, known in (
       (block, BLOCKS),
       (block.attn, ATTENTION),
-      (model.patch_embed, ('PatchEmbed',)),
+      (embeds or model.patch_embed, ('PatchEmbed', 'NaFlexEmbeds')),
     )
     if name_of(layer) not in known
   ]
+  if embeds is not None and (
+    embeds.pos_embed_align_corners or max(embeds.pos_embed_grid_size) > 64
+  ):
+    odd.append('positions of RADIO')
   rope = getattr(model, 'rope', None)
   if rope is not None:
     row['rope_temperature'] = rope.temperature
