@@ -30,6 +30,10 @@ from het_plugin.system import run_files, temporary
 SETTINGS = GridSettings(('det',), tol=DET_TOL)  # those of the command
 _GAIN = 0.002  # nats per label; less in `_PATIENCE` rounds ends the audit
 _PATIENCE = 2
+# Until a round gains less than this, the labels of the next one are not worth a converged fit. With
+# 20,000 rows of 100 classes this left out half of the evaluations, and ranks correlated by 0.9997.
+_ROUGH_GAIN = 0.05
+_ROUGH_TOL = 1e-2
 _SHARPNESS = 2  # the power of q; 1 is expectation-maximisation, and classification EM is infinity
 _TINY = np.finfo(np.float64).tiny  # a label that p and T exclude says nothing
 _FITTED = 8  # classes of a row whose posteriors are fitted
@@ -124,7 +128,7 @@ def in_rounds(
   of_folds = [settings] * settings.folds
   fitted: list[HeadClassifier | None] = [None] * settings.folds
   of_best = fitted
-  truth = y
+  truth = truth_of_best = y
   waited = 0
   best: list[tuple[measure.Audit, int, int]] = []  # of one round
 
@@ -136,14 +140,26 @@ def in_rounds(
       rows.put(part, p)
     return rows.close().fit()
 
-  for number in range(1, rounds + 1):
-    fitted, of_folds, failures = _fit(features, truth, splits, of_folds, fitted, number)
+  # The noise does not start at the round before, and a grid is not chosen from by rough fits.
+  is_rough = settings.heads[0] == 'det' and len(settings.grid('det')) == 1 and rounds > 1
+  number = 0
+  while True:
+    number += 1
+    tol = max(settings.tol, _ROUGH_TOL) if is_rough else settings.tol
+    fitted, of_folds, failures = _fit(features, truth, splits, of_folds, fitted, number, tol)
     now = confusions(fitted)
     found = measure.of_votes(now, error=False)
     gain = best[0][0].nll - found.nll if best else np.inf
     if gain > 0:
       best = [(found, failures, number)]
       of_best = fitted
+      truth_of_best = truth
+    if is_rough and (gain < _ROUGH_GAIN or number == rounds):  # the best one again, to its end
+      is_rough = False
+      fitted = of_best
+      truth = truth_of_best
+      number = best.pop()[2] - 1
+      continue
     waited = 0 if gain > _GAIN else waited + 1
     if waited == _PATIENCE or number == rounds:
       break
@@ -229,7 +245,7 @@ def read_probs(path: str, num_rows: int, num_classes: int) -> np.ndarray:
   return p
 
 
-def _fit(features, truth, splits, of_folds, before, number):
+def _fit(features, truth, splits, of_folds, before, number, tol):
   """Fits to `truth` of the other folds. Fits of DET start at those of the round before.
 
   Returns the estimator of each fold, the settings that it chose, and the number of fits that have
@@ -244,6 +260,7 @@ def _fit(features, truth, splits, of_folds, before, number):
   for (fitted, _), settings, last in zip(splits, of_folds, before, strict=True):
     head = settings.heads[0]
     near = starts.Near(last.params_, {}) if last is not None and head == 'det' else None
+    settings = dataclasses.replace(settings, tol=tol)
     of_fold = features, truth, fitted, settings, {}, titles
     estimator, point, count = probe.fit_best(head, *of_fold, near)
     failures += count

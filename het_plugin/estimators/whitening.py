@@ -54,34 +54,18 @@ def _second_moments(weight, g):
   return jnp.matmul(g.T * weight, g, precision=jax.lax.Precision.HIGHEST)
 
 
-@functools.partial(compilation.jit, static_argnums=0)
-def _feature_moments(model, params, rows):
-  """E[c (x, 1) (x, 1)^T], where c is the curvature of a row's loss by its logits.
+@functools.partial(compilation.jit, static_argnums=(0, 3))
+def _moments(model, params, rows, has_outputs):
+  """E[c (x, 1) (x, 1)^T], where c is the curvature of a row's loss by its logits; and, if
+  `has_outputs`, second moments [Q, Q] of the gradients of the loss by the outputs of each matrix,
+  by path.
 
-  That is the variance of the indicator of a class without noise, averaged over the classes.
-  """
-  size = rows.x.shape[-1] + 1
-
-  # The Hessian of -log softmax_y by column k of [W; b] is p_k (1 - p_k) (x, 1) (x, 1)^T.
-  def add(total, block):
-    x, weight = block
-    p = model.location_prob(params, x)
-    x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
-    return total + _second_moments(weight * jnp.mean(p * (1.0 - p), axis=1), x), None
-
-  total, _ = jax.lax.scan(add, jnp.zeros((size, size)), (rows.x, rows.weight))
-  return total / rows.weight.sum()
-
-
-@functools.partial(compilation.jit, static_argnums=0)
-def _output_moments(model, params, rows):
-  """Second moments [Q, Q] of the gradients of a row's loss by the outputs of each matrix, by path.
-
-  Of the location they are the expected ones without noise; of the noise those of the labels.
+  The curvature is the variance of the indicator of a class without noise, averaged over the
+  classes. Moments of the location are the expected ones without noise; of the noise those of the
+  labels.
   """
 
-  def moments(x, target, weight):
-    p = model.location_prob(params, x)
+  def output_moments(x, p, target, weight):
     if model.link == 'sigmoid':
       of_location = jnp.diag(weight @ (p * (1.0 - p)))
     else:
@@ -109,14 +93,22 @@ def _output_moments(model, params, rows):
       ('covariance', 'J'): _second_moments(of_factor, by_j),
     }
 
+  def moments(x, target, weight):
+    p = model.location_prob(params, x)
+    # The Hessian of -log softmax_y by column k of [W; b] is p_k (1 - p_k) (x, 1) (x, 1)^T.
+    both = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
+    features = _second_moments(weight * jnp.mean(p * (1.0 - p), axis=1), both)
+    return features, output_moments(x, p, target, weight) if has_outputs else {}
+
   blocks = rows.x, rows.target, rows.weight
   total = jax.tree.map(jnp.zeros_like, jax.eval_shape(moments, *(x[0] for x in blocks)))
 
   def add(total, block):
     return jax.tree.map(jnp.add, total, moments(*block)), None
 
-  total, _ = jax.lax.scan(add, total, blocks)
-  return {('head', *path): x / blocks[2].sum() for path, x in total.items()}
+  (features, outputs), _ = jax.lax.scan(add, total, blocks)
+  weight = rows.weight.sum()
+  return features / weight, {('head', *path): x / weight for path, x in outputs.items()}
 
 
 def of_features(moments: np.ndarray, ridge: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -159,15 +151,15 @@ def whitening_of(model: Model, params, rows: Any) -> Whitening:
     found[-1] = 0.0  # the bias is not regularised
     return found
 
-  moments = placement.whole(_feature_moments(model, params, some)).astype(np.float64)
-  left, penalty = of_features(moments, ridge(rows.strength))
+  has_outputs = not model.hidden_layers and model.num_outputs(params) <= MAX_OUTPUTS
+  moments = placement.whole(_moments(model, params, some, has_outputs))
+  of_x, of_outputs = jax.tree.map(lambda x: x.astype(np.float64), moments)
+  left, penalty = of_features(of_x, ridge(rows.strength))
   found = Whitening(jnp.asarray(left, jnp.float32))
-  if model.hidden_layers or model.num_outputs(params) > MAX_OUTPUTS:
+  if not has_outputs:
     return found
-  output_moments = placement.whole(_output_moments(model, params, some))
-  output_moments = {path: x.astype(np.float64) for path, x in output_moments.items()}
-  unit = np.trace(output_moments['head', 'kernel']) / model.num_classes
-  for path, moments in output_moments.items():
+  unit = np.trace(of_outputs['head', 'kernel']) / model.num_classes
+  for path, moments in of_outputs.items():
     # R are the eigenvectors, and s^-2 the eigenvalues with the penalty, relative to a column of W:
     # directions of the noise that change little then move as fast as W.
     values, right = _eigh(moments)

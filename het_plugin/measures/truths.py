@@ -28,7 +28,9 @@ from het_plugin.system import temporary
 
 FULL = 128
 TOP = 24
-BLOCK_BYTES = 2**24  # of the rows whose posteriors are in memory at one time
+# Of the rows whose posteriors are in memory at one time. 2^24 took three times as long: the system
+# takes such arrays back at each step.
+BLOCK_BYTES = 2**22
 _MAX_ROUNDS = 500
 _TOLERANCE = 1e-6  # nats per example
 _NO_VOTE = 0  # the number of the pair of a missing vote
