@@ -151,6 +151,8 @@ def whitening_of(model: Model, params, rows: Any) -> Whitening:
     found[-1] = 0.0  # the bias is not regularised
     return found
 
+  if model.head == 'det':  # whose curvature knows no labels: one program for all kinds of them
+    some = dataclasses.replace(some, target=None)
   has_outputs = not model.hidden_layers and model.num_outputs(params) <= MAX_OUTPUTS
   moments = placement.whole(_moments(model, params, some, has_outputs))
   of_x, of_outputs = jax.tree.map(lambda x: x.astype(np.float64), moments)
