@@ -27,7 +27,7 @@ from absl import flags
 
 from het_plugin.cli import command_line
 from het_plugin.cli.settings import Bindings
-from het_plugin.system import flag_values, run_files
+from het_plugin.system import run_files
 from studies import study
 
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
       output_dir,
       of_runs,
       flags.FLAGS.gin_search_paths,
-      None if seeds is None else flag_values.integers('seeds', seeds),
+      None if seeds is None else list(map(int, seeds)),
       flags.FLAGS.cell,
     )
     for report in chosen.run(request):

@@ -13,13 +13,14 @@
 gives --top=5. The docstring is the help of the flags, and a type says what a flag takes:
 
     bool                    --name and --noname
-    int, float, str         a value; an interval such as that of `Count` bounds a number
+    int, float, str         a value
     Literal, OneOf          one of some words
-    tuple[T, ...]           --name=A,B; tuple[int, int] takes two
+    tuple[T, ...]           --name=A,B
     Repeated[T]             --name=A --name=B
-    float | Literal['auto'] a number > 0, or a word; also within a tuple
+    float | Literal['auto'] a number, or a word; also within a tuple
 
-The flags are absl's, as those of JAX, of the log and of launchers.
+`ranges` checks the values against their types. The flags are absl's, as those of JAX, of the log
+and of launchers.
 """
 
 import dataclasses
@@ -32,21 +33,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from absl import flags
 
-from het_plugin.system import distributed, flag_values
-from het_plugin.system.flag_values import NO_FLAG
+from het_plugin.system import distributed, ranges
+from het_plugin.system.flag_values import NO_FLAG, OneOf
 from het_plugin.system.ranges import Count
 
 _T = TypeVar('_T')
 _REPEATED = 'repeatable'
 Repeated = Annotated[tuple[_T, ...], _REPEATED]
 GinSettings = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
-
-
-@dataclasses.dataclass(frozen=True)
-class OneOf:
-  """Says at the type of text which words it may be: Annotated[str, OneOf(WORDS)]."""
-
-  words: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,10 +87,12 @@ class CommandSettings:
     for field in cls._flags():
       flag = flags.FLAGS[field.name]
       kind = _Kind.of(hints[field.name])
-      values[field.name] = kind.value(field.name, flag.value, field.default)
+      values[field.name] = kind.value(field.name, flag.value)
       if flag.present:
         given.add(field.name)
-    return cls(**values, given=frozenset(given), words=tuple(words))
+    settings = cls(**values, given=frozenset(given), words=tuple(words))
+    ranges.check_flags(settings)
+    return settings
 
   @classmethod
   def _flags(cls) -> list[dataclasses.Field]:
@@ -215,15 +211,13 @@ class _Kind:
   Attributes:
     element: bool, int, float or str.
     words: what a value may be beside a number; of text all that it may be, or none for any.
-    least: the smallest number.
-    lengths: of a list, none for any length; None for a single value.
+    is_list: whether there are several values.
     is_repeated: whether the flag of a list is given once for each value.
   """
 
   element: type = str
   words: tuple[str, ...] = ()
-  least: float | None = None
-  lengths: tuple[int, ...] | None = None
+  is_list: bool = False
   is_repeated: bool = False
 
   @classmethod
@@ -234,8 +228,7 @@ class _Kind:
     if origin is Literal:
       return cls(words=parts)
     if origin is tuple:
-      lengths = () if parts[-1] is ... else (len(parts),)
-      return dataclasses.replace(cls.of(parts[0]), lengths=lengths)
+      return dataclasses.replace(cls.of(parts[0]), is_list=True)
     if origin is Annotated:
       kind = cls.of(parts[0])
       for note in parts[1:]:
@@ -243,24 +236,19 @@ class _Kind:
           kind = dataclasses.replace(kind, words=tuple(note.words))
         elif note == _REPEATED:
           kind = dataclasses.replace(kind, is_repeated=True)
-        elif least := re.match(r'\[([\d.]+),', note):
-          kind = dataclasses.replace(kind, least=float(least[1]))
       return kind
     if origin in (types.UnionType, typing.Union):
       kinds = [cls.of(part) for part in parts if part is not types.NoneType]
+      words = tuple(word for kind in kinds for word in kind.words)
       kind = min(kinds, key=lambda kind: kind.element is str)  # a number, if there is one
-      words = tuple(word for other in kinds for word in other.words)
-      if kind.lengths is None:
-        return dataclasses.replace(kind, words=words)
-      lengths = tuple(length for other in kinds for length in other.lengths or ())
-      return dataclasses.replace(kind, words=words, lengths=lengths)
+      return dataclasses.replace(kind, words=words)
     return cls(hint)
 
   def flag(self, name: str, default: Any, text: str) -> flags.Flag:
     """The flag of this name, default and help."""
     parser = flags.ArgumentParser()
     serializer = flags.ArgumentSerializer()
-    if self.lengths is not None:
+    if self.is_list:
       shown = None if default is None else [*map(str, default)]
       if self.is_repeated:
         return flags.MultiFlag(parser, serializer, name, shown, text)
@@ -269,36 +257,27 @@ class _Kind:
       return flags.BooleanFlag(name, default, text)
     if self.element is str and self.words:
       return flags.EnumFlag(name, default, text, [*self.words])
-    if self.element is int:
-      parser = flags.IntegerParser(lower_bound=None if self.least is None else int(self.least))
-    elif self.element is float and not self.words:
-      parser = flags.FloatParser(lower_bound=self.least)
-    elif default is not None:
-      default = str(default)
+    if self.words:
+      default = None if default is None else str(default)
+    elif self.element is not str:
+      parser = flags.IntegerParser() if self.element is int else flags.FloatParser()
     return flags.Flag(parser, serializer, name, default, text)
 
-  def value(self, name: str, given: Any, default: Any) -> Any:
-    """The value of a setting from that of its flag; ValueError for a wrong one."""
-    if given is None or (self.lengths is None and not self.words):
-      return given
-    if self.lengths is None:
-      return given if self.element is str else self._number(name, str(given))
-    if default == () and not given:
-      return ()
-    if self.element is int and not self.words:
-      return tuple(
-        flag_values.integers(name, [*map(str, given)], int(self.least or 0), self.lengths)
-      )
-    if self.element is str:
-      return tuple(given)
-    return tuple(self._number(name, str(value)) for value in given)
+  def value(self, name: str, given: Any) -> Any:
+    """The value of a setting from that of its flag; ValueError for what is no number or word."""
+    if given is None or not self.is_list:
+      return self._one(name, given)
+    return tuple(self._one(name, text) for text in given)
 
-  def _number(self, name: str, text: str) -> float | int | str:
-    if self.element is float:
-      return flag_values.positive_or_word(name, text, self.words)
-    if text in self.words:
-      return text
-    return flag_values.integers(name, [text], int(self.least or 0))[0]
+  def _one(self, name: str, given: Any) -> Any:
+    if not isinstance(given, str) or self.element is str or given in self.words:
+      return given
+    try:
+      return self.element(given)
+    except ValueError as error:
+      number = 'a whole number' if self.element is int else 'a number'
+      expected = ', or '.join(filter(None, [number, ', '.join(self.words)]))
+      raise ValueError(f'--{name}={given} must be {expected}') from error
 
 
 def _helps(docstring: str) -> dict[str, str]:

@@ -25,17 +25,17 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from het_plugin import estimators, evaluation, measures, reporting, runs, weights
 from het_plugin import rows as rows_lib
-from het_plugin.cli.settings import OneOf, ResultFiles
+from het_plugin.cli.settings import ResultFiles
 from het_plugin.commands._rows import RowsSettings, TextOrArrays, read
 from het_plugin.estimators.settings import DET_TOL, ROUNDS, Grid, GridSettings, part
 from het_plugin.rows import files, shards
-from het_plugin.system.flag_values import HEADS
+from het_plugin.system.flag_values import Head
 from het_plugin.system.ranges import Count
 
 TABLE_COLUMNS = ('file', 'label', 'was', 'wrong')
@@ -66,7 +66,7 @@ class Settings(RowsSettings, Grid, ResultFiles):
 
   dataset: str | None = None
   split: str = 'train'
-  head: Annotated[str, OneOf(HEADS)] = 'det'
+  head: Head = 'det'
   C_noise: tuple[float | Literal['auto'], ...] = (0.1,)
   num_factors: tuple[Count, ...] = (4,)
   rounds: Count = ROUNDS

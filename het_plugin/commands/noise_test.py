@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 
@@ -23,8 +23,8 @@ from het_plugin.commands._rows import read
 from het_plugin.commands.probe import targets_of
 from het_plugin.evaluation.names import short_names
 from het_plugin.measures import votes
-from het_plugin.system.flag_values import HEADS
-from het_plugin.system.ranges import Count
+from het_plugin.system.flag_values import NoisyHead
+from het_plugin.system.ranges import NOT_EMPTY, Count, Positive
 
 _FITS_OF_ROWS: dict[str, Any] = {'folds': 5, 'tol': 1e-4}
 _OF_ROWS = ('target', 'C')
@@ -51,11 +51,11 @@ class Settings(ReportFolder, evaluate.OnTask):
 
   train: str | None = None
   target: Literal['auto', 'votes'] = 'auto'
-  heads: tuple[str, ...] = HEADS[1:]
-  C: float = 1.0
+  heads: Annotated[tuple[NoisyHead, ...], NOT_EMPTY] = get_args(NoisyHead)
+  C: Positive = 1.0
   num_factors: Count = 8
   folds: Annotated[int, '[2, inf)'] | None = None
-  tol: float | None = None
+  tol: Positive | None = None
   max_iter: Count = 500
   seed: Annotated[int, '[0, inf)'] = 0
   html: str | None = None
@@ -67,12 +67,6 @@ class Settings(ReportFolder, evaluate.OnTask):
       self.refuse(_OF_RUNS, '--train: it is for --checkpoint')
     else:
       self.refuse(_OF_ROWS, '--checkpoint: it is for --train')
-    if not self.heads or set(self.heads) - set(HEADS[1:]):
-      raise ValueError(f'--heads={",".join(self.heads)} must be of {", ".join(HEADS[1:])}')
-    if not self.C > 0:
-      raise ValueError(f'--C={self.C} must be a number > 0')
-    if self.tol is not None and not self.tol > 0:
-      raise ValueError(f'--tol={self.tol} must be a number > 0')
 
 
 def run(settings: Settings) -> reporting.Report:

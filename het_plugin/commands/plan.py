@@ -18,13 +18,13 @@ Exit codes: 0 the plan is made, whether or not it fits (`fits` in --json); 2 a s
 import dataclasses
 import signal
 import sys
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from het_plugin import reporting
 from het_plugin.cli.settings import Gin, JsonFile
 from het_plugin.system import run_files
-from het_plugin.system.flag_values import HEADS
-from het_plugin.system.ranges import Count
+from het_plugin.system.flag_values import HEADS, Head
+from het_plugin.system.ranges import NOT_EMPTY, Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,9 @@ class Settings(Gin, JsonFile):
   search: Literal['batch', 'samples', 'layout'] | None = None
   quick: bool = False
   grid: bool = False
-  heads: tuple[str, ...] = HEADS
-  batches: tuple[Count, ...] = (1024, 2048, 4096, 6144)
-  samples: tuple[Count, ...] = (10, 100, 1000)
+  heads: Annotated[tuple[Head, ...], NOT_EMPTY] = HEADS
+  batches: Annotated[tuple[Count, ...], NOT_EMPTY] = (1024, 2048, 4096, 6144)
+  samples: Annotated[tuple[Count, ...], NOT_EMPTY] = (10, 100, 1000)
   png: str | None = None
 
 

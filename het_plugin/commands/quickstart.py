@@ -22,10 +22,13 @@ os.environ.setdefault(
 import dataclasses
 import time
 from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 from het_plugin import reporting
 from het_plugin.cli.settings import Gin, ReportFolder
+from het_plugin.system.ranges import NOT_EMPTY
 
+Head = Literal['det', 'det_learned_tau', 'het', 'het_h', 'het_xl']
 RUN = 'het_plugin/gin/runs/glyphs_quickstart.gin'
 
 
@@ -40,24 +43,18 @@ class Settings(ReportFolder, Gin):
   """
 
   run: str = RUN
-  heads: tuple[str, ...] = ('det', 'det_learned_tau', 'het', 'het_h', 'het_xl')
+  heads: Annotated[tuple[Head, ...], NOT_EMPTY] = get_args(Head)
   output_dir: str = 'runs/quickstart'
 
 
 def run(settings: Settings) -> reporting.Report:
   """A row per head."""
-  heads = settings.heads
-  if unknown := [head for head in heads or [''] if head not in Settings.heads]:
-    raise ValueError(
-      f'--heads={",".join(unknown)} is unknown: choose from {", ".join(Settings.heads)}'
-    )
   # Not at the top, because --help needs none of them.
   import gin
   from het_plugin.config import uses
   from het_plugin.experiments import head_comparison, trainings
-  from het_plugin.experiments.head_comparison import HEADS
 
-  folders = {head: Path(settings.output_dir) / head for head in heads}
+  folders = {str(head): Path(settings.output_dir) / head for head in settings.heads}
   of_heads = {}
   texts = []
   for head, folder in folders.items():
@@ -70,7 +67,10 @@ def run(settings: Settings) -> reporting.Report:
   rows = []
   trained = {}
   for number, (head, folder) in enumerate(folders.items(), 1):
-    print(f'{HEADS[head]} ({number} of {len(folders)}): compiling and training', flush=True)
+    print(
+      f'{head_comparison.HEADS[head]} ({number} of {len(folders)}): compiling and training',
+      flush=True,
+    )
     start = time.monotonic()
     if step := head_comparison.train_head(head, of_heads[head], folder):
       trained[folder] = step

@@ -30,7 +30,7 @@ from het_plugin.evaluation.names import naming
 from het_plugin.measures import fewshot, greedy_ensemble, votes
 from het_plugin.measures import knn as neighbors
 from het_plugin.measures.ranking import best_first, rank_agreement
-from het_plugin.system.ranges import Count
+from het_plugin.system.ranges import NOT_EMPTY, Count
 
 _MEMBERS = ('max_members', 'replacement')
 _PROXIES = ('train', 'test', 'k', 'metric', 'max_examples')
@@ -61,7 +61,7 @@ class Choice(Gin, ResultFiles):
   """
 
   names: tuple[str, ...] | None = None
-  k: tuple[Count, ...] = (1,)
+  k: Annotated[tuple[Count, ...], NOT_EMPTY] = (1,)
   metric: Annotated[str, OneOf(neighbors.METRICS)] = 'euclidean'
   keep: str = '1'
   max_members: Count = 10

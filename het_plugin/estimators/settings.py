@@ -3,10 +3,11 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from het_plugin.system.flag_values import HEADS, NO_FLAG
-from het_plugin.system.ranges import Count
+from het_plugin.system import ranges
+from het_plugin.system.flag_values import NO_FLAG, Head, OneOf
+from het_plugin.system.ranges import NOT_EMPTY, Count, NotNegative, Positive
 
 ROUNDS = 10  # of an audit
 # Of its fits of DET. 20,000 rows of 100 classes had the order of tol=1e-4 (their ranks correlate by
@@ -48,29 +49,20 @@ class Grid:
     seed: Seed of the folds and of the initial values.
   """
 
-  C: tuple[float, ...] = (1,)
-  C_noise: tuple[float | Literal['auto'], ...] = ('auto',)
-  num_factors: tuple[Count, ...] = (8,)
+  C: Annotated[tuple[Positive, ...], NOT_EMPTY] = (1,)
+  C_noise: Annotated[tuple[NotNegative | Literal['auto'] | None, ...], NOT_EMPTY] = ('auto',)
+  num_factors: Annotated[tuple[Count, ...], NOT_EMPTY] = (8,)
   folds: Annotated[int, '[2, inf)'] = 5
   max_iter: Count = 500
   seed: Annotated[int, '[0, inf)'] = 0
 
-  _lists: ClassVar[tuple[str, ...]] = ('C', 'C_noise', 'num_factors')
-
   def __post_init__(self):
-    for flag in self._lists:
-      values = getattr(self, flag)
-      if values is None or isinstance(values, (str, int, float)):
-        raise ValueError(f'{flag}={values!r} must be a list: [{values!r}]')
-      if not values:
-        raise ValueError(f'--{flag}= has no value; it must list at least one')
+    ranges.check_flags(self)
     if 'auto' in self.C_noise and len(self.C_noise) > 1:
       raise ValueError(
         f'--C_noise={",".join(map(str, self.C_noise))}: auto chooses from values of its own, and '
         'must be the only one'
       )
-    if self.folds < 2:
-      raise ValueError(f'--folds={self.folds} must be at least 2')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,34 +84,24 @@ class GridSettings(Grid):
       elsewhere a line every ten seconds.
   """
 
-  heads: tuple[str, ...] = dataclasses.field(default=('det', 'het_xl'), kw_only=False)
+  heads: Annotated[tuple[Head, ...], NOT_EMPTY] = dataclasses.field(
+    default=('det', 'het_xl'), kw_only=False
+  )
   baseline: str | None = None
-  tau: tuple[float | Literal['learned', 'validation'], ...] = (1,)
+  tau: Annotated[tuple[Positive | Literal['learned', 'validation'], ...], NOT_EMPTY] = (1,)
   hidden_layers: tuple[Count, ...] = ()
-  validation: float = 0.1
+  validation: Annotated[float, '(0, 1)'] = 0.1
   num_samples: Count = 64
-  tol: float = 1e-4
-  target: Literal['auto', 'votes'] = 'auto'
+  tol: Positive = 1e-4
+  target: Annotated[str, OneOf(('auto', 'votes'))] = 'auto'  # and what labels with weights are
   mesh: tuple[Count, Count] | None = None
   solver: str = dataclasses.field(default='auto', metadata=NO_FLAG)
   progress: bool = dataclasses.field(default=True, metadata=NO_FLAG)
 
-  _lists = ('heads', 'C', 'C_noise', 'tau', 'num_factors')
-
   def __post_init__(self):
     super().__post_init__()
-    if unknown := [name for name in self.heads if name not in HEADS]:
-      raise ValueError(
-        f'--heads={",".join(self.heads)}: {unknown[0]} is unknown; choose from {", ".join(HEADS)}'
-      )
     if self.baseline is not None and self.baseline not in self.heads:
       raise ValueError(f'--baseline={self.baseline} must be one of --heads={",".join(self.heads)}')
-    if self.target not in ('auto', 'votes', 'probabilities'):  # of labels with weights
-      raise ValueError(f"--target={self.target} must be 'auto' or 'votes'")
-    if not 0 < self.validation < 1:
-      raise ValueError(f'--validation={self.validation} must be a share in (0, 1)')
-    if not self.tol > 0:
-      raise ValueError(f'--tol={self.tol} must be a number > 0')
 
   def grid(self, head: str) -> list[dict[str, Any]]:
     """Settings of the estimator at each point of the grid."""

@@ -1,45 +1,25 @@
-"""Parses the text of flags: numbers, and values to sweep over."""
+"""Values that several flags share, and values to sweep over."""
 
 import ast
+import dataclasses
 import io
-import math
 import re
 import tokenize
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import Literal, get_args
 
-HEADS = ('det', 'het', 'het_h', 'het_xl')  # by the names of their gin files
+# Heads by the names of their gin files.
+NoisyHead = Literal['het', 'het_h', 'het_xl']
+Head = Literal['det', 'het', 'het_h', 'het_xl']
+HEADS: tuple[Head, ...] = get_args(Head)
 NO_FLAG = {'no_flag': True}  # metadata of a field of settings that is no flag
 
 
-def integers(
-  flag: str, values: Sequence[str], least: int = 0, lengths: Collection[int] = ()
-) -> list[int]:
-  """The whole numbers of a list flag, each at least `least`.
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+  """Says at the type of text which words it may be: Annotated[str, OneOf(WORDS)]."""
 
-  Raises:
-    ValueError: a number is wrong, or the length is 0 or none of `lengths`.
-  """
-  right = all(value.isdecimal() and int(value) >= least for value in values)
-  if not right or not values or (lengths and len(values) not in lengths):
-    count = f'{" or ".join(map(str, lengths))} ' if lengths else ''
-    raise ValueError(
-      f'--{flag}={",".join(values)} must be {count}whole numbers of at least {least}'
-    )
-  return [int(value) for value in values]
-
-
-def positive_or_word(flag: str, value: str, words: Collection[str]) -> float | str:
-  """One of the words as it is, else a finite number > 0, else a ValueError."""
-  if value in words:
-    return value
-  try:
-    number = float(value)
-  except ValueError:
-    number = math.nan
-  if not 0 < number < math.inf:
-    others = f', or {", ".join(words)}' if words else ''
-    raise ValueError(f'--{flag}={value} must be a number > 0{others}')
-  return number
+  words: Sequence[str]
 
 
 def split_values(text: str) -> list[str]:

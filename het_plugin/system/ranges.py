@@ -52,6 +52,15 @@ def check(settings: Any, owner: str | None = None) -> None:
     _check(f'{owner}.{name}', getattr(settings, name), hint)
 
 
+def check_flags(settings: Any) -> None:
+  """`check` of a dataclass whose fields are flags, by their names and as they are typed."""
+  for name, hint in _ranges(type(settings)).items():
+    value = getattr(settings, name)
+    if expected := mismatch(value, hint):
+      shown = ','.join(map(str, value)) if isinstance(value, tuple | list) else value
+      raise ValueError(f'--{name}={shown} must be {expected.removesuffix(" or None")}')
+
+
 def checked(function: _Function) -> _Function:
   """The function, which raises ValueError for an argument as `check` does for a field."""
   signature = inspect.signature(function)

@@ -59,10 +59,13 @@ def test_a_plan_for_virtual_devices(tmp_path, run_main):
   'flags,words',
   [
     (['--topology=v9:2x2'], '--topology=v9:2x2 is unknown: write a TPU generation of v2, '),
-    (['--topology=cpu:8', '--mesh=8'], '--mesh=8 must be 2 or 3 whole numbers of at least 1'),
-    (['--topology=cpu:8', '--mesh='], '--mesh= must be 2 or 3 whole numbers'),
-    (['--topology=cpu:8', '--grid', '--heads=hett'], '--heads=hett is unknown'),
-    (['--topology=cpu:8', '--grid', '--heads='], '--heads= is unknown: choose from det'),
+    (['--topology=cpu:8', '--mesh=8'], '--mesh=8 must be a list of 2 or a list of 3'),
+    (['--topology=cpu:8', '--mesh='], '--mesh= must be a list of 2 or a list of 3'),
+    (
+      ['--topology=cpu:8', '--grid', '--heads=hett'],
+      '--heads=hett must be a list, each part one of',
+    ),
+    (['--topology=cpu:8', '--grid', '--heads='], '--heads= must be a list that is not empty'),
     (['--grid', '--search=batch'], '--search has an effect only without --grid'),
     (['--topology=cpu:8', '--quick'], '--quick is for TPU topologies, not --topology=cpu:8'),
     (['--png=x.png'], '--png has an effect only with --grid'),
