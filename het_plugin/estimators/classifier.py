@@ -32,7 +32,10 @@ _WEIGHTS = 1e-30, 1e30  # whose sums float32 holds
 class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
   """Base of the estimators, with the parameters of all of them, see `DetClassifier`.
 
-  A subclass names its head and the head's fields that it exposes.
+  In all methods X is any float [N, D], or a file of features (`inputs.open_features`), and y labels
+  as `fit` takes them. Wrong ones are a ValueError. Before `fit` the other methods raise
+  `sklearn.exceptions.NotFittedError`. A subclass names its head and the head's fields that it
+  exposes.
   """
 
   tau: float | str = 1.0
@@ -73,7 +76,7 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     """Fits the head.
 
     Args:
-      X: any float [N, D]; or a file of features (`inputs.open_features`), here and elsewhere.
+      X: the features.
       y: class ids or strings [N]; an indicator of several labels [N, K]; votes [N, L], with -1 (or
         '') for a missing one; or probabilities [N, K]. See `target`. None takes those of the file.
       sample_weight: [N], at least 0; None is 1 for each.
@@ -157,15 +160,8 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
   def predict_log_proba(self, X: Any) -> np.ndarray:
     """log p(k | x), in nats.
 
-    Args:
-      X: float [N, D], or a file.
-
     Returns:
       float32 [N, K], with columns in the order of `classes_`; for an indicator log p(y_k = 1 | x).
-
-    Raises:
-      ValueError: X is wrong, here and below.
-      sklearn.exceptions.NotFittedError: `fit` has not run, here and below.
     """
     return self._log_proba(self._opened(X)[0])
 
@@ -178,17 +174,11 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
 
     Scores are log p(k | x), or for an indicator the log odds of each class. For two classes they
     are the log odds of the second class, [N].
-
-    Args:
-      X: float [N, D], or a file.
     """
     return self._decision(self._opened(X)[0])
 
   def predict(self, X: Any) -> np.ndarray:
     """The most probable classes.
-
-    Args:
-      X: float [N, D], or a file.
 
     Returns:
       [N] of the type of `classes_`; for an indicator int [N, K], whether each class is more likely
@@ -215,14 +205,8 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
         >>> bool(clean.mean() > het.predict_proba(x)[np.arange(150), truth].mean())
         True
 
-    Args:
-      X: float [N, D], or a file.
-
     Returns:
       p(k | x), with columns in the order of `classes_`; for an indicator p(y_k = 1 | x).
-
-    Raises:
-      ValueError: X is wrong.
     """
     return self._map('location_prob', self._opened(X)[0])
 
@@ -237,12 +221,6 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
         >>> det = DetClassifier().fit(x, y)
         >>> bool((det.predict_clean(x) == det.predict(x)).all())  # DET has no noise
         True
-
-    Args:
-      X: float [N, D], or a file.
-
-    Raises:
-      ValueError: X is wrong.
     """
     clean = self.predict_clean_proba(X)
     if self.target_ == 'indicator':
@@ -253,7 +231,6 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     """Accuracy as in scikit-learn; for votes and probabilities the mean share of the prediction.
 
     Args:
-      X: float [N, D], or a file.
       y: labels as in `fit`.
       sample_weight: [N]; None is 1 for each.
     """
@@ -275,7 +252,6 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     votes and probabilities.
 
     Args:
-      X: float [N, D], or a file.
       y: labels as in `fit`; None takes those of the file.
 
     Raises:
@@ -304,9 +280,6 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
         >>> total, expected = het.entropy(x)
         >>> bool((total >= expected).all())
         True
-
-    Args:
-      X: float [N, D], or a file.
     """
     both = self._map('entropies', self._opened(X)[0])
     return both[:, 0], both[:, 1]
@@ -323,7 +296,6 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
         (150, 2, 2)
 
     Args:
-      X: float [N, D], or a file.
       classes: names of the classes to show; None shows all.
 
     Raises:
@@ -342,7 +314,6 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     """The pairs of classes whose logits correlate most over the rows of X.
 
     Args:
-      X: float [N, D], or a file.
       num: the number of pairs.
 
     Returns:
@@ -380,7 +351,6 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
         True
 
     Args:
-      X: float [N, D], or a file.
       y: as in `fit`, of the classes of `fit`.
       method: 'temperature', 'vector' or 'none' (`calibration`).
 
@@ -388,7 +358,7 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
       The estimator.
 
     Raises:
-      ValueError: X, y or the method is wrong.
+      ValueError: the method is wrong.
     """
     X, y = self._opened(X, y)
     encoded = self._encoded(X, y)
@@ -421,7 +391,6 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
         (150, 3)
 
     Args:
-      X: float [N, D], or a file.
       alpha: the share of sets that may lack the label, in (0, 1).
 
     Raises:

@@ -13,6 +13,7 @@ import gin
 from het_plugin import reporting
 from het_plugin.config import gin_state, parsing, uses
 from het_plugin.data import task_info
+from het_plugin.operations import run_status
 from het_plugin.runs import opening, starting
 from het_plugin.system import exit_codes, processes, run_files, stopping
 
@@ -124,25 +125,13 @@ def final_evaluations(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[st
 
 def draw_curves(folders: Mapping[str, Path], caption: str) -> dict[str, reporting.Figure]:
   """{'curves': loss and temperature by step} of the runs in {title: folder}."""
+  found = {title: run_status.curves(folder).get('train', {}) for title, folder in folders.items()}
   lines = {
-    title: curves(run_files.read_lines(folder / 'metrics.jsonl'))
-    for title, folder in folders.items()
+    title: {name: x for name, x in curves.items() if name in ('step', 'loss', 'tau')}
+    for title, curves in found.items()
   }
   alt = 'Training loss and temperature tau by step.'
   return {'curves': reporting.Figure(reporting.curve_pngs(lines), caption, alt)}
-
-
-def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-  """Step, loss and tau of a training, from the lines of its metrics.jsonl.
-
-  Values that were not finite are NaN.
-  """
-  lines = [line for line in metrics if 'train/loss' in line]
-  columns = {'step': 'step', 'loss': 'train/loss', 'tau': 'train/tau'}
-  return {
-    name: [math.nan if line[key] is None else line[key] for line in lines]
-    for name, key in columns.items()
-  }
 
 
 def ms_per_step(metrics: Sequence[Mapping[str, Any]]) -> float | None:

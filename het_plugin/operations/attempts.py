@@ -10,17 +10,19 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Literal
 
 from etils import epath
 
-from het_plugin.system import run_files
+from het_plugin.system import ranges, run_files
 from het_plugin.training import observer
 
 FOLDER = 'attempts'
 _PREFIX = 'attempt_'
 _READERS = 16
-_LATEST = 2**33  # seconds: a date that Python can write
+_Number = Annotated[int, '[0, 9223372036854775808)']
+_Text = Annotated[str, 'text']
+_Seconds = Annotated[float, '[0, 8589934592)']  # up to a date that Python can write
 
 # The states of a process. The file of a killed process still says that it is running.
 RUNNING = 'running'
@@ -49,24 +51,24 @@ class Facts:
     message, exit_code: why and how the process ended; '' and None while it runs.
   """
 
-  process: int
-  processes: int
-  host: str
-  pid: int
-  began: float
-  time: float
-  total_steps: int
-  beat: int = 0
-  phase: str = observer.START
-  seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  idle_seconds: float = 0.0
-  ticks: int = 0
-  start_step: int | None = None
-  step: int = 0
-  saved_step: int | None = None
-  state: str = RUNNING
-  message: str = ''
-  exit_code: int | None = None
+  process: _Number
+  processes: _Number
+  host: _Text
+  pid: _Number
+  began: _Seconds
+  time: _Seconds
+  total_steps: _Number
+  beat: _Number = 0
+  phase: _Text = observer.START
+  seconds: Mapping[str, _Seconds] = dataclasses.field(default_factory=dict)
+  idle_seconds: _Seconds = 0.0
+  ticks: _Number = 0
+  start_step: _Number | None = None
+  step: _Number = 0
+  saved_step: _Number | None = None
+  state: Literal['running', 'done', 'preempted', 'failed'] = 'running'
+  message: _Text = ''
+  exit_code: _Number | None = None
 
   @property
   def name(self) -> str:
@@ -108,25 +110,11 @@ def remove(attempt: epath.PathLike, process: int) -> None:
 def read(path: epath.PathLike) -> Facts | None:
   """The facts in a file; None if there is no file or no facts in it."""
   try:
-    found = run_files.read_json(path)
-    return Facts(**found) if all(map(_fits, found, found.values())) else None
+    found = Facts(**(run_files.read_json(path) or {}))
+    ranges.check(found)  # a run may be of other people
   except Exception:  # object stores raise their own types
     return None
-
-
-def _fits(name: str, value: Any) -> bool:
-  """Whether a value is one that an attribute of `Facts` may have: a run may be of other people."""
-  if name == 'state':
-    return value in (RUNNING, DONE, PREEMPTED, FAILED)
-  if name == 'seconds':
-    return isinstance(value, dict) and all(_fits('time', x) for x in value.values())
-  if name in ('phase', 'message', 'host'):
-    return isinstance(value, str)
-  if name in ('start_step', 'saved_step', 'exit_code') and value is None:
-    return True
-  if name in ('began', 'time', 'idle_seconds'):
-    return type(value) in (int, float) and 0 <= value < _LATEST
-  return run_files.is_count(value)
+  return found
 
 
 def folders(model_dir: epath.PathLike) -> dict[int, epath.Path]:

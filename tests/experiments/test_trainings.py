@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from het_plugin.experiments import trainings
+from het_plugin.operations import run_status
 from het_plugin.system import exit_codes, run_files, stopping
 from het_plugin.training import train
 
@@ -26,7 +27,7 @@ def test_a_complete_run_is_not_opened_again(tmp_path, monkeypatch):
   lines = run_files.read_lines(tmp_path / 'metrics.jsonl')
   final = trainings.final_evaluations(lines)['training_eval/digits']
   assert final['step'] == 2 and 0 < final['nll'] < 20
-  assert trainings.curves(lines)['step'] == [1, 2]
+  assert run_status.curves(tmp_path)['train']['step'] == [1, 2]
   model, counts = trainings.configured_model()
   assert model.head.num_classes == 10 and counts.extra == 2 * 16 * 17 + 50 * 16 + 1
   with monkeypatch.context() as patch:
@@ -36,7 +37,7 @@ def test_a_complete_run_is_not_opened_again(tmp_path, monkeypatch):
   assert trainings.complete(small_run(EVAL_STEPS=2), tmp_path)
   lines = run_files.read_lines(tmp_path / 'metrics.jsonl')
   again = trainings.final_evaluations(lines)['training_eval/digits']
-  assert again['nll'] != final['nll'] and trainings.curves(lines)['step'] == [1, 2]
+  assert again['nll'] != final['nll'] and run_status.curves(tmp_path)['train']['step'] == [1, 2]
   with pytest.raises(ValueError, match='WEIGHT_DECAY'):
     trainings.complete(small_run(WEIGHT_DECAY=0.3), tmp_path)
 

@@ -68,6 +68,7 @@ BELOW = {
     'data',
     'evaluation',
     'measures',
+    'operations',
     'reporting',
     'rows',
     'runs',
