@@ -101,7 +101,9 @@ def _moments(model, params, rows, has_outputs):
     return features, output_moments(x, p, target, weight) if has_outputs else {}
 
   blocks = rows.x, rows.target, rows.weight
-  total = jax.tree.map(jnp.zeros_like, jax.eval_shape(moments, *(x[0] for x in blocks)))
+  total = jax.tree.map(
+    jnp.zeros_like, jax.eval_shape(moments, *jax.tree.map(lambda x: x[0], blocks))
+  )
 
   def add(total, block):
     return jax.tree.map(jnp.add, total, moments(*block)), None
