@@ -51,16 +51,31 @@ _TIMM_READ = (
   'rope_grid_offset',
   'rope_temperature',
 )
-# Models of transformers whose towers were compared with those here. Others can have the same names
-# of arrays, and other layers between them.
-_MODELS = frozenset(
-  'vit vit_msn vit_mae ijepa deit dinov2 dinov2_with_registers dinov3_vit clip clip_vision_model '
-  'chinese_clip chinese_clip_vision_model altclip altclip_vision_model clipseg '
-  'clipseg_vision_model metaclip_2 metaclip_2_vision_model siglip siglip_vision_model siglip2 '
-  'siglip2_vision_model idefics3_vision smolvlm_vision git_vision_model flava_image_model beit '
-  'data2vec-vision aimv2 aimv2_vision_model intern_vit_6b internvl_vision qianfan_ocr_vision radio '
-  'convnext convnextv2 resnet vision-text-dual-encoder'.split()
-)
+# What the library takes where config.json says nothing and arrays do not tell; of a vision_config
+# it writes only what differs from this.
+_SIGLIP = {'hidden_act': 'gelu_pytorch_tanh'}
+_INTERNVL = {'use_mean_pooling': True}
+_VIT = {'layer_norm_eps': 1e-12}
+# Models of transformers whose towers were compared with those here, or that hold one of these. Others
+# can have the same names of arrays, and other layers between them.
+_MODELS: Mapping[str, Mapping[str, Any]] = {
+  **dict.fromkeys(
+    'clip clip_vision_model chinese_clip chinese_clip_vision_model altclip altclip_vision_model '
+    'clipseg clipseg_vision_model metaclip_2 metaclip_2_vision_model git_vision_model llava '
+    'llava_next vipllava vision-text-dual-encoder vit_msn dinov2 dinov2_with_registers beit '
+    'data2vec-vision aimv2 aimv2_vision_model intern_vit_6b radio resnet'.split(),
+    {},
+  ),
+  **dict.fromkeys(
+    'siglip siglip_vision_model siglip2 siglip2_vision_model idefics3 idefics3_vision smolvlm '
+    'smolvlm_vision paligemma gemma3 shieldgemma2 llava_onevision lfm2_vl modernvbert '
+    'deepseek_vl'.split(),
+    _SIGLIP,
+  ),
+  **dict.fromkeys('internvl internvl_vision qianfan_ocr qianfan_ocr_vision'.split(), _INTERNVL),
+  **dict.fromkeys('vit vit_mae ijepa deit flava_image_model convnext convnextv2'.split(), _VIT),
+  'dinov3_vit': {'rope_theta': 100.0},
+}
 # Settings of transformers with the one value that the towers here have.
 _FIXED = {'pooler_act': 'tanh', 'apply_layernorm': True, 'use_qk_norm': False}
 
@@ -107,19 +122,21 @@ def described(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if config.get(name, value) != value:
       raise ValueError(f'{name}={config[name]!r} in config.json must be {value!r}')
   is_timm = 'architecture' in config
-  if (kind := config.get('model_type')) and kind not in _MODELS and not is_timm:
+  kind = config.get('model_type', '')
+  if kind and kind not in _MODELS and not is_timm:
     raise ValueError(
       f'model_type={kind!r} in config.json is none of the models whose towers are read: '
       f'{", ".join(sorted(_MODELS))}'
     )
-  if is_timm and 'num_attention_heads' not in config:
-    return {**config, **_of_timm(config)}
+  if is_timm:
+    is_read = 'num_attention_heads' in config
+    return config if is_read else {**config, **_of_timm(config)}
   if not config:
     _log.warning(
       'There is no config.json beside the file: attention heads, activation, pooling, epsilon and '
       'pixel normalisation are the usual ones of its project.'
     )
-  return config
+  return {**_MODELS.get(kind, {}), **config}
 
 
 def _json(file: epath.Path) -> dict[str, Any] | None:

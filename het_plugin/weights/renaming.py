@@ -101,13 +101,14 @@ def renamed(
   arrays: Mapping[str, np.ndarray], backbone: str, stem: Callable[[str], tuple[str | None, str]]
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
   """Parameters by our names without 'backbone/', and the names that the tower does not use."""
-  roots = [root for root in ('visual.', 'vision_model.') if any(root in name for name in arrays)]
+  towers = 'visual.', 'vision_model.', 'vision_tower.'
+  roots = [root for root in towers if any(root in name for name in arrays)]
   flat = Params()
   skipped = []
   unknown = []
   for name, x in arrays.items():
     if roots and not any(part in name for part in (roots[0], 'visual_projection', 'classifier.')):
-      skipped.append(name)  # belongs to the text tower
+      skipped.append(name)  # belongs to a text tower or a language model
       continue
     ours, kind = stem(PREFIX.sub('', name))
     if ours is not None:

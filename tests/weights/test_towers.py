@@ -107,6 +107,41 @@ def test_parity_with_transformers(name):
   assert tower.image_size == 28
 
 
+@pytest.mark.parametrize('name', ['llava', 'paligemma', 'smolvlm', 'internvl'])
+def test_parity_with_towers_of_language_models(name, tmp_path):
+  """transformers 4 writes of a vision_config only what is not usual."""
+  torch = pytest.importorskip('torch')
+  transformers = pytest.importorskip('transformers')
+  usual = transformers.AutoConfig.for_model(name)
+  of_text = {x: SIZES[x] for x in ('hidden_size', 'num_attention_heads', 'intermediate_size')}
+  of_text |= {'model_type': usual.text_config.model_type, 'num_hidden_layers': 1, 'head_dim': 8}
+  of_text |= {'vocab_size': 64, 'pad_token_id': 0, 'num_key_value_heads': 4}
+  vision = type(usual.vision_config)(**SIZES).to_dict()
+  config = type(usual)(vision_config=vision, text_config=of_text, image_token_id=3)
+  model = transformers.AutoModelForImageTextToText.from_config(config).eval().model
+  tower = getattr(model, 'vision_tower', None) or model.vision_model
+  mean, std = renaming.CLIP if name == 'llava' else renaming.HALF
+  image = np.random.default_rng(0).random((2, 28, 28, 3)).astype(np.float32)
+  torch.manual_seed(0)
+  with torch.no_grad():
+    for p in tower.parameters():
+      p.add_(0.2 * torch.randn_like(p))
+    pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
+    found = tower(pixels)
+  expected = found.pooler_output
+  if expected is None:
+    expected = found.last_hidden_state[:, -16:].mean(axis=1)
+  model.save_pretrained(tmp_path)
+  path = tmp_path / 'config.json'
+  described = json.loads(path.read_text())
+  kept = (*SIZES, *(['model_type'] if name == 'llava' else []))
+  described['vision_config'] = {x: described['vision_config'][x] for x in kept}
+  path.write_text(json.dumps(described | {'image_mean': mean, 'image_std': std}))
+  file = tmp_path / 'model.safetensors'
+  read = weights.read_tower(weights.read_arrays(file), weights.read_config(file))
+  np.testing.assert_allclose(phi_of(read, image), expected.numpy(), atol=2e-5)
+
+
 @pytest.mark.parametrize('version', ['v1', 'v2'])
 @pytest.mark.parametrize('project', ['timm', 'transformers'])
 def test_parity_of_convnext(project, version):
@@ -485,6 +520,32 @@ def test_the_gelu_of_siglip():
     assert mlp('timm', sizes) == 'gelu', sizes
   for sizes in ((1152, 14, 1), (1024, 16, 24)):
     assert mlp('timm', sizes) == 'gelu_exact', sizes
+  without_head = siglip_arrays('transformers')
+  without_head = {name: x for name, x in without_head.items() if '.head.' not in name}
+  for kind in ('idefics3', 'smolvlm_vision', 'siglip_vision_model'):
+    tower = weights.read_tower(without_head, {'model_type': kind})
+    assert (tower.settings['mlp'], tower.settings['pooling']) == ('gelu', 'gap')
+
+
+def test_usual_values_are_those_of_transformers():
+  torch = pytest.importorskip('torch')
+  transformers = pytest.importorskip('transformers')
+  compared = []
+  for kind in descriptions._MODELS.keys() - {'intern_vit_6b', 'aimv2_vision_model', 'radio'}:
+    config = transformers.AutoConfig.for_model(kind)
+    has_positions = kind not in ('beit', 'data2vec-vision')
+    if hasattr(config, 'vision_config') or not has_positions:
+      continue
+    if type(config) not in transformers.AutoModel._model_mapping:
+      continue
+    with torch.device('meta'):
+      model = transformers.AutoModel.from_config(config)
+    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    arrays = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
+    whole = weights.read_tower(arrays, config.to_dict())
+    assert weights.read_tower(arrays, {'model_type': kind}).settings == whole.settings, kind
+    compared.append(kind)
+  assert len(compared) > 15
 
 
 @pytest.mark.parametrize('act_layer', [None, 'gelu_tanh'])
