@@ -56,8 +56,8 @@ _TIMM_READ = (
 _SIGLIP = {'hidden_act': 'gelu_pytorch_tanh'}
 _INTERNVL = {'use_mean_pooling': True}
 _VIT = {'layer_norm_eps': 1e-12}
-# Models of transformers whose towers were compared with those here, or that hold one of these. Others
-# can have the same names of arrays, and other layers between them.
+# Models of transformers whose towers were compared with those here, or that hold one of these.
+# Others can have the same names of arrays, and other layers between them.
 _MODELS: Mapping[str, Mapping[str, Any]] = {
   **dict.fromkeys(
     'clip clip_vision_model chinese_clip chinese_clip_vision_model altclip altclip_vision_model '
