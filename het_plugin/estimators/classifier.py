@@ -93,20 +93,24 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     self._check()
     near = start if isinstance(start, starts.Near) else None
     start = None if near else start
-    X, y = self._opened(X, y, fit=True)
+    features, y = self._opened(X, y, fit=True)
     if self.tau == 'validation' and start is not None:
       raise ValueError("start needs one tau: tau='validation' fits DET at several")
     if y is None:
       raise ValueError(f'{type(self).__name__} requires y to be passed, but the target y is None')
     is_encoded = isinstance(y, targets.Targets)  # as of an audit, whose labels stay in a file
-    encoded = y if is_encoded else targets.encode(inputs.labels_of_rows(len(X), y), self.target)
-    if len(encoded.classes) > len(X):
+    encoded = (
+      y if is_encoded else targets.encode(inputs.labels_of_rows(len(features), y), self.target)
+    )
+    if len(encoded.classes) > len(features):
       warnings.warn(
-        f'y has K={len(encoded.classes)} classes and X has N={len(X)} rows: some classes have no '
-        'row; is y transposed?',
+        f'y has K={len(encoded.classes)} classes and X has N={len(features)} rows: some classes '
+        'have no row; is y transposed?',
         stacklevel=2,
       )
-    weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+    weight = _check_sample_weight(
+      sample_weight, features, dtype=np.float64, ensure_non_negative=True
+    )
     if not weight.any():  # which scikit-learn refuses from 1.9 on
       raise ValueError('sample_weight is 0 for all rows: it must be above 0 for at least one')
     if len(encoded.classes) < 2 and encoded.kind != 'indicator':
@@ -123,7 +127,7 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
         f'the largest weight of a row is {weight.max():g}; it must be in {_WEIGHTS[0]:g} .. '
         f'{_WEIGHTS[1]:g}: multiply the weights, and 1 / C, by a number'
       )
-    rows = (X, encoded, weight, part(self, FitSettings))
+    rows = (features, encoded, weight, part(self, FitSettings))
     seed = int(check_random_state(self.random_state).randint(2**31 - 1))
     c_noise = NOISE_SHARE * self.C if self.C_noise in (None, 'auto') else self.C_noise
     tau = None if isinstance(self.tau, str) else self.tau
@@ -234,14 +238,14 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
       y: labels as in `fit`.
       sample_weight: [N]; None is 1 for each.
     """
-    X, y = self._opened(X, y)
-    y = inputs.labels_of_rows(len(X), y)
-    predicted = self._predict(X)
+    features, y = self._opened(X, y)
+    y = inputs.labels_of_rows(len(features), y)
+    predicted = self._predict(features)
     if self.target_ == 'indicator':
-      y = self._encoded(X, y).values  # numbers; pandas may have objects
+      y = self._encoded(features, y).values  # numbers; pandas may have objects
     if self.target_ == 'indicator' or y.ndim == 1:
       return accuracy_score(y, predicted, sample_weight=sample_weight)
-    shares = self._encoded(X, y).distribution()
+    shares = self._encoded(features, y).distribution()
     found = shares[self.classes_ == predicted[:, None]]
     return float(np.average(found, weights=sample_weight))
 
@@ -257,11 +261,11 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     Raises:
       ValueError: y has a class that `fit` has not seen.
     """
-    X, y = self._opened(X, y)
-    encoded = self._encoded(X, y)
+    features, y = self._opened(X, y)
+    encoded = self._encoded(features, y)
     if self.calibration_ is None:
-      return self._map('nll', X, encoded.values)
-    scores = self._scores(X)
+      return self._map('nll', features, encoded.values)
+    scores = self._scores(features)
     shares = encoded.distribution()
     if encoded.kind == 'indicator':
       return (np.logaddexp(0.0, scores) - shares * scores).sum(axis=1)
@@ -301,13 +305,13 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     Raises:
       ValueError: a class is unknown.
     """
-    X, _ = self._opened(X)
+    features, _ = self._opened(X)
     chosen = np.arange(len(self.classes_))
     if classes is not None:
       chosen = targets.encode(np.atleast_1d(classes), 'classes', self.classes_).values[:, 0]
     if self._head == 'det':
-      return np.zeros((len(X), len(chosen), len(chosen)), np.float32)
-    factors = self._map('factors', X)[:, :, chosen]  # [N, R + 1, k]
+      return np.zeros((len(features), len(chosen), len(chosen)), np.float32)
+    factors = self._map('factors', features)[:, :, chosen]  # [N, R + 1, k]
     return np.einsum('nrk,nrl->nkl', factors, factors)
 
   def correlated_classes(self, X: Any, num: int = 10) -> list[tuple[Any, Any, float]]:
@@ -321,12 +325,12 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
       absolute correlation. Empty without noise: for the deterministic head, and where the fit
       took none.
     """
-    X, _ = self._opened(X)
+    features, _ = self._opened(X)
     if self._head == 'det' or not np.any(self.params_['head']['covariance']['J']):
       return []
     total = 0.0
-    for start in range(0, len(X), 1024):
-      factors = self._map('factors', X[start : start + 1024])
+    for start in range(0, len(features), 1024):
+      factors = self._map('factors', features[start : start + 1024])
       total = total + np.tensordot(factors, factors, axes=((0, 1), (0, 1)))
     deviation = np.sqrt(np.diag(total))
     correlation = np.triu(np.clip(total / np.outer(deviation, deviation), -1, 1), k=1)
@@ -360,9 +364,9 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     Raises:
       ValueError: the method is wrong.
     """
-    X, y = self._opened(X, y)
-    encoded = self._encoded(X, y)
-    scores = self._raw_scores(X)
+    features, y = self._opened(X, y)
+    encoded = self._encoded(features, y)
+    scores = self._raw_scores(features)
     shares = encoded.distribution()
     link = encoded.link
     order = np.random.default_rng(0).permutation(len(shares))
@@ -424,46 +428,44 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     tags.classifier_tags.multi_label = True
     return tags
 
-  # Below, X is what `_opened` gives.
-
-  def _log_proba(self, X):
+  def _log_proba(self, features):
     if self.calibration_ is None:
-      return self._map('log_prob', X)
+      return self._map('log_prob', features)
     if self.target_ == 'indicator':
-      return -np.logaddexp(0.0, -self._scores(X))
-    return self._scores(X)
+      return -np.logaddexp(0.0, -self._scores(features))
+    return self._scores(features)
 
-  def _decision(self, X):
+  def _decision(self, features):
     if self.target_ == 'indicator':
-      return self._scores(X)
-    log_p = self._log_proba(X)
+      return self._scores(features)
+    log_p = self._log_proba(features)
     return log_p[:, 1] - log_p[:, 0] if len(self.classes_) == 2 else log_p
 
-  def _predict(self, X):
-    scores = self._decision(X)
+  def _predict(self, features):
+    scores = self._decision(features)
     if self.target_ == 'indicator':
       return (scores > 0).astype(int)
     best = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(axis=1)
     return self.classes_[best]
 
-  def _raw_scores(self, X):
+  def _raw_scores(self, features):
     """log p, or log odds for an indicator, [N, K]."""
-    return self._map('log_odds' if self.target_ == 'indicator' else 'log_prob', X)
+    return self._map('log_odds' if self.target_ == 'indicator' else 'log_prob', features)
 
-  def _scores(self, X):
+  def _scores(self, features):
     """Calibrated log p, or log odds for an indicator, [N, K]."""
-    scores = self._raw_scores(X)
+    scores = self._raw_scores(features)
     if self.calibration_ is None:
       return scores
     return self.calibration_.apply(scores, self.model_.link)
 
-  def _encoded(self, X, y):
-    y = inputs.labels_of_rows(len(X), y)
+  def _encoded(self, features, y):
+    y = inputs.labels_of_rows(len(features), y)
     return targets.encode(y, self.target, self.classes_, self.target_)
 
-  def _map(self, method, X, target=None):
+  def _map(self, method, features, target=None):
     model = self.model_
-    return fitting.apply(model, method, self.params_, self.mean_, X, target, self.mesh)
+    return fitting.apply(model, method, self.params_, self.mean_, features, target, self.mesh)
 
   def _model(self, num_classes: int, link: str, tau: float | None) -> Model:
     return Model(
@@ -505,14 +507,14 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
       )
 
   def _opened(self, X, y=None, fit=False):
-    """Checked features, and labels as they are. Rows that stay in a file are checked when read."""
+    """Checked features, and labels as they are."""
     if not fit:
       check_is_fitted(self)
     if not isinstance(X, np.ndarray):
       X, y = inputs.open_features(X, y)
     if inputs.is_mapped(X) and (not fit or inputs.streams(X, self.solver)):
       _check_n_features(self, X, reset=fit)
-      return X, y
+      return inputs.Features(X), y
     if getattr(X, 'ndim', 2) == 1:
       raise ValueError(f'Reshape your data: X has shape {X.shape}, and must be [N, D]')
     if str(getattr(X, 'dtype', '')) in inputs.HALVES:
@@ -520,4 +522,4 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     dtype = [np.float64, np.float32]  # the first is that of integers, which float32 may round
     X = validate_data(self, X, dtype=dtype, reset=fit, ensure_all_finite=False)
     inputs.check_finite(X)
-    return X, y
+    return inputs.Features(X), y

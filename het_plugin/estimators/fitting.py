@@ -50,17 +50,17 @@ class Problem:
   """Rows to fit heads to: in memory, without those of weight 0, or on disk.
 
   Attributes:
-    x: features [N, D].
+    features: N rows.
     targets: their labels.
     weight: [N], at least 0.
-    mean: [D], the centre of `inputs.spread`, which is subtracted from the features.
+    mean: [D], the centre of `Features.spread`, which is subtracted from the features.
     far: in memory its rows are moved already.
     on_disk: whether a fit reads the rows again and again.
     settings: of the fits.
     seed: of hidden layers, noise and splits.
   """
 
-  x: np.ndarray
+  features: inputs.Features
   targets: Targets
   weight: np.ndarray
   mean: np.ndarray
@@ -71,33 +71,34 @@ class Problem:
 
   @classmethod
   def of(
-    cls, x: Any, targets: Targets, weight: np.ndarray, settings: FitSettings, seed: int
+    cls,
+    features: inputs.Features,
+    targets: Targets,
+    weight: np.ndarray,
+    settings: FitSettings,
+    seed: int,
   ) -> 'Problem':
-    """The problem of all rows.
-
-    Args:
-      x: features [N, D], finite in memory, or a mapped file whose rows are checked as they are
-        read.
-      targets, weight, settings, seed: the attributes, of all rows.
+    """The problem of all rows; arguments as the attributes.
 
     Raises:
-      ValueError: rows of a mapped file are not finite.
+      ValueError: rows of a file are not finite.
     """
-    on_disk = inputs.streams(x, settings.solver)
+    on_disk = inputs.streams(features.x, settings.solver)
     if not on_disk:
       keep = weight > 0
-      x = x[keep]
+      features = features[keep]
       values = targets.values[keep]
       weight = weight[keep]
-      if x.size <= MERGED_ENTRIES:
-        x, values, weight = inputs.merged(x, values, weight)
+      if features.x.size <= MERGED_ENTRIES:
+        features, values, weight = features.distinct(values, weight)
       targets = dataclasses.replace(targets, values=values)
-    where = inputs.spread(x, weight)
-    far = inputs.far_rows(x, weight, where)
+    where = features.spread(weight)
+    far = features.far(weight, where)
     if len(far.moved) and not on_disk:
-      x = np.array(x)
+      x = np.array(features.x)
       x[far.moved] = far.values
-    return cls(x, targets, weight, where.centre, far, on_disk, settings, seed)
+      features = inputs.Features(x)
+    return cls(features, targets, weight, where.centre, far, on_disk, settings, seed)
 
   def under(self, **changes: Any) -> 'Problem':
     """The same rows under other settings."""
@@ -129,7 +130,7 @@ class Problem:
         if len(self.far.alone):
           done = self._bounded(fitted, c_noise, done)
     if fitted != model:
-      params = starts.without_noise(model.init(self.seed, self.x.shape[1]), done.params)
+      params = starts.without_noise(model.init(self.seed, self.features.width), done.params)
       done = dataclasses.replace(done, params=params)
     return done
 
@@ -158,9 +159,9 @@ class Problem:
 
   def nll(self, model: Model, params: dict, rows: np.ndarray | None = None) -> np.ndarray:
     """NLL of the rows, or of some of them, [N]."""
-    x = self.x if rows is None else self.x[rows]
+    features = self.features if rows is None else self.features[rows]
     values = self.targets.values if rows is None else self.targets.values[rows]
-    return apply(model, 'nll', params, self.mean, x, values, self.settings.mesh)
+    return apply(model, 'nll', params, self.mean, features, values, self.settings.mesh)
 
   def minimise(
     self,
@@ -177,7 +178,7 @@ class Problem:
     DET's where noise has a worse objective, if it `falls_back`.
     """
     settings = self.settings
-    of_rows = model, self.x, self.mean, self.targets.values, weight
+    of_rows = model, self.features.x, self.mean, self.targets.values, weight
     strengths = settings.C, c_noise or 1.0
     if self.on_disk:
       rows = stream.make_stream(*of_rows, self.far, *strengths, settings.mesh)
@@ -189,7 +190,7 @@ class Problem:
       if near:
         start = near.det
       else:
-        params = det.init(self.seed, self.x.shape[1])
+        params = det.init(self.seed, self.features.width)
         start = starts.det_start(det, params, self.targets.class_shares(weight))
       det_fit = search.best(det, start)
     if model.head == 'det':
@@ -227,9 +228,10 @@ class Problem:
     gap = max(done.gap, done.objective - least)
     if gap - done.gap > max(self.settings.tol, _SEEN_GAP):
       warnings.warn(
-        f'{len(self.far.alone)} of the {len(self.x)} rows of X are more than {inputs.FAR:g} times '
-        f'as far from the centre as most: the objective of {model.head} may be up to {gap:.1g} '
-        'nats above its optimum, which is what these rows cost; float32 does not tell more',
+        f'{len(self.far.alone)} of the {len(self.features)} rows of X are more than {inputs.FAR:g} '
+        f'times as far from the centre as most: the objective of {model.head} may be up to '
+        f'{gap:.1g} nats above its optimum, which is what these rows cost; float32 does not tell '
+        'more',
         ConvergenceWarning,
         stacklevel=4,
       )
@@ -333,7 +335,7 @@ def noise_path(model: Model, problem: Problem, start: Any = None) -> NoisePath:
   """
   settings = problem.settings
   if problem.on_disk:
-    some = stream.sample(problem.x, problem.targets, problem.weight, problem.seed)
+    some = stream.sample(problem.features, problem.targets, problem.weight, problem.seed)
     settings = dataclasses.replace(settings, solver='lbfgs')
     problem = Problem.of(*some, settings, problem.seed)
     start = None
@@ -397,7 +399,7 @@ def noise_path(model: Model, problem: Problem, start: Any = None) -> NoisePath:
 def tau_grid_nll(
   make_model: Callable[[float], Model],
   c_noise: float,
-  x: np.ndarray,
+  features: inputs.Features,
   targets: Targets,
   weight: np.ndarray,
   settings: FitSettings,
@@ -408,7 +410,7 @@ def tau_grid_nll(
   Args:
     make_model: the model of a tau.
     c_noise: as in `Problem.fit`.
-    x, targets, weight, settings, seed: as in `Problem.of`.
+    features, targets, weight, settings, seed: as in `Problem.of`.
   """
   _, held_out = train_test_split(
     np.flatnonzero(weight > 0), test_size=settings.validation_fraction, random_state=seed
@@ -416,14 +418,14 @@ def tau_grid_nll(
   held_out = np.sort(held_out)
   weight_of_fit = np.array(weight)
   weight_of_fit[held_out] = 0.0
-  problem = Problem.of(x, targets, weight_of_fit, settings, seed)
+  problem = Problem.of(features, targets, weight_of_fit, settings, seed)
   found = {}
   for tau in TAU_GRID:
     model = make_model(tau)
     of_fit = model, 'nll', problem.fit(model, c_noise).params, problem.mean
     nll = [
-      apply(*of_fit, x[part], targets.values[part], mesh=settings.mesh)
-      for part in inputs.parts(held_out, x)
+      apply(*of_fit, features[part], targets.values[part], mesh=settings.mesh)
+      for part in inputs.parts(held_out, features.x)
     ]
     found[tau] = float(np.average(np.concatenate(nll), weights=weight[held_out]))
   return found
@@ -434,17 +436,17 @@ def apply(
   method: str,
   params: dict[str, Any],
   mean: np.ndarray,
-  x: np.ndarray,
+  features: inputs.Features,
   target: np.ndarray | None = None,
   mesh: Sequence[int] | None = None,
 ) -> np.ndarray:
-  """A method of the model for rows x [N, D], computed in blocks of one shape.
+  """A method of the model for N rows, computed in blocks of one shape.
 
   Args:
     model: the model.
     method: its name, of (params, x) or (params, x, target).
     params, mean: of a `Problem` and its fit.
-    x: features, finite in memory, or a mapped file.
+    features: the rows.
     target: `Targets.values`.
     mesh: (data, model) numbers of devices.
 
@@ -452,19 +454,19 @@ def apply(
     [N, ...].
   """
   # Inputs of many lengths share few programs, of a power of two rows where they are one block.
-  size = min(objective.block_rows(model, 1 << (len(x) - 1).bit_length()), 4096)
+  size = min(objective.block_rows(model, 1 << (len(features) - 1).bit_length()), 4096)
   found = []
   with placement.on(mesh):
     params = model.multiplied(placement.place_params(model, params, mesh))
-    for start in range(0, len(x), size):
-      block = [inputs.read_rows(x, slice(start, start + size)) - mean]
+    for start in range(0, len(features), size):
+      block = [features.read(slice(start, start + size)) - mean]
       if target is not None:
         block.append(target[start : start + size])
       padding = size - len(block[0])
       block = [np.pad(rows, [(0, padding), *[(0, 0)] * (rows.ndim - 1)]) for rows in block]
       found.append(placement.whole(_apply(model, method, params, *block)))
-      placement.forget_pages(x)
-  return np.concatenate(found)[: len(x)]
+      placement.forget_pages(features.x)
+  return np.concatenate(found)[: len(features)]
 
 
 @functools.partial(compilation.jit, static_argnums=(0, 1))

@@ -1,5 +1,6 @@
 """Features as estimators take them: arrays, files, and data beyond the memory."""
 
+import dataclasses
 import functools
 import os
 import warnings
@@ -77,28 +78,6 @@ def stamps(x: Any) -> list[tuple[str, int, int]]:
   return [(str(path), *stamp(str(path))) for path in files_of if path]
 
 
-def read_rows(x: np.ndarray, rows: slice) -> np.ndarray:
-  """Some rows of x [N, D], float32 or float64; those of a mapped file are checked now."""
-  block = x[rows]
-  if is_mapped(x):
-    block = widened(np.asarray(block))
-    check_finite(block, rows.start)
-  return block
-
-
-def blocks(
-  x: np.ndarray, begin: int = 0, end: int | None = None
-) -> Iterator[tuple[slice, np.ndarray]]:
-  """Rows of x [N, D] in parts, of a file by `read_rows`, one after the other. No end is N."""
-  end = len(x) if end is None else end
-  is_file = is_mapped(x)
-  for start in range(begin, end, _PART_ROWS):
-    part = slice(start, min(start + _PART_ROWS, end))
-    yield part, read_rows(x, part) if is_file else x[part]
-    if is_file:
-      placement.forget_pages(x)
-
-
 def parts(rows: np.ndarray, x: np.ndarray) -> Iterator[np.ndarray]:
   """Numbers of rows of x [N, D], int [n], in parts that are read one after the other."""
   for part in np.array_split(rows, -(-len(rows) // _PART_ROWS)):
@@ -141,55 +120,6 @@ class Spread(NamedTuple):
     return np.abs(x - self.centre) * np.where(known, 1 / np.where(known, self.distance, 1), 0.0)
 
 
-def spread(x: np.ndarray, weight: np.ndarray) -> Spread:
-  """Where most of the rows of x [N, D] with weights [N] above 0 lie, in one pass.
-
-  The centre is what a fit subtracts from the features. It is the mean, but where a few rows are so
-  large that the mean is far from all others: float32 would keep no digit of these, so there it is
-  the median. The objective does not depend on it, because biases are not regularised. The median
-  and the distance are of about `_SPREAD_ROWS` rows.
-
-  Raises:
-    ValueError: a row of a mapped file is not finite.
-  """
-  num_rows = _PART_ROWS * -(-len(x) // (_PART_ROWS * _GROUPS))
-
-  def of_group(number):
-    group = slice(number * num_rows, min(len(x), (number + 1) * num_rows))
-    return _sum_and_ends(x, weight, group)
-
-  first, low, high = np.stack(placement.in_turn(of_group, -(-len(x) // num_rows)), axis=1)
-  first = functools.reduce(np.add, first)  # in the order of the rows
-  low = low.min(axis=0)
-  high = high.max(axis=0)
-  numbers = np.flatnonzero(weight > 0)
-  some = np.asarray(x[numbers[:: max(1, len(numbers) // _SPREAD_ROWS)]]).astype(np.float64)
-  mean = first / weight.sum()
-  median = np.median(some, axis=0)
-  distance = np.sort(np.abs(some - median), axis=0)
-  most = distance[: max(1, int(_MOST * len(some)))].mean(axis=0)
-  centre = np.where(np.abs(mean - median) > FAR * most, median, mean)
-  if x.dtype != np.float64:
-    centre = centre.astype(np.float32)  # so that a difference needs no wider type
-  distance = np.where(most > 0, most, distance.mean(axis=0))
-  return Spread(centre, distance, np.maximum(high - centre, centre - low))
-
-
-def _sum_and_ends(x: np.ndarray, weight: np.ndarray, rows: slice) -> np.ndarray:
-  """The weighted sum, and the least and the largest entries, of some rows: [3, D]."""
-  first = np.zeros(x.shape[1])
-  low = np.full(x.shape[1], np.inf)
-  high = -low
-  for part, block in blocks(x, rows.start, rows.stop):
-    first += weight[part] @ block
-    is_kept = weight[part] > 0
-    if is_kept.any():
-      kept = block if is_kept.all() else block[is_kept]
-      low = np.minimum(low, kept.min(axis=0))
-      high = np.maximum(high, kept.max(axis=0))
-  return np.stack([first, low, high])
-
-
 class Far(NamedTuple):
   """Rows that are more than `FAR` distances from the centre.
 
@@ -204,50 +134,148 @@ class Far(NamedTuple):
   values: np.ndarray
 
 
-def far_rows(x: np.ndarray, weight: np.ndarray, where: Spread) -> Far:
-  """The far ones of the rows of x [N, D] with weights above 0; warns of those that are moved.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Features:
+  """Features of N rows that have been checked, or of a file, whose rows are checked when read.
 
-  A row S times as far as the others fixes W v for its direction v to about N / S. With S =
-  `_LIMIT` N that is nearly 0, so rows that are farther have nearly the same optimum, and are moved
-  there: products of float32 with them would be off by S / 2^24 nats.
-
-  Rows that share a far entry have one that stands for a missing value, which predictions see, too:
-  they stay. W fits one such feature, but float32 cannot fit several at once.
-
-  Raises:
-    ValueError: float32 cannot hold the square of an entry that rows share, or the sums of squares.
+  Attributes:
+    x: [N, D], in memory or mapped (`is_mapped`).
   """
-  none = np.zeros(0, np.int64)
-  if (where.times(where.centre + where.largest) <= FAR).all():
-    check_squares(len(x), where.largest)
-    return Far(none, none, np.zeros((0, x.shape[1])))
-  numbers = []
-  sizes = []
-  for part, block in blocks(x):
-    size = where.times(block).max(axis=1)
-    chosen = np.flatnonzero((size > FAR) & (weight[part] > 0))
-    numbers.append(part.start + chosen)
-    sizes.append(size[chosen])
-  far = np.concatenate(numbers)
-  size = np.concatenate(sizes)
-  rows = np.asarray(x[far]).astype(np.float64)
-  alone = far[_sharing(rows, where.times(rows).argmax(axis=1)) == 1]
-  limit = max(_LIMIT * int((weight > 0).sum()), _LEAST_LIMIT)
-  is_moved = size > limit
-  is_moved[is_moved] = _is_alone(rows[is_moved], size[is_moved], where, limit)
-  if is_moved.any():
-    warnings.warn(
-      f'{int(is_moved.sum())} of the {len(x)} rows of X are much larger than the others, up to '
-      f'{size[is_moved].max():.0e} times: float32 cannot hold both, and they are fitted as if they '
-      f'were {limit:.0e} times as large',
-      stacklevel=2,
-    )
-    factor = np.where(where.times(rows) > FAR, limit / size[:, None], 1.0)
-    moved = where.centre + factor * (rows - where.centre)
-    rows = np.where(is_moved[:, None], moved, rows)
-  others = np.where(where.distance > 0, FAR * where.distance, where.largest)
-  check_squares(len(x), np.maximum(np.abs(rows - where.centre).max(axis=0, initial=0), others))
-  return Far(alone, far[is_moved], rows[is_moved])
+
+  x: Any
+
+  def __len__(self) -> int:
+    return len(self.x)
+
+  def __getitem__(self, rows: slice | np.ndarray) -> 'Features':
+    return Features(self.x[rows])
+
+  @property
+  def width(self) -> int:
+    """D."""
+    return self.x.shape[1]
+
+  @functools.cached_property
+  def is_mapped(self) -> bool:
+    return is_mapped(self.x)
+
+  def read(self, rows: slice) -> np.ndarray:
+    """Some rows, float32 or float64; those of a mapped file are checked now."""
+    block = self.x[rows]
+    if self.is_mapped:
+      block = widened(np.asarray(block))
+      check_finite(block, rows.start)
+    return block
+
+  def blocks(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
+    """Rows in parts, one after the other. No end is N."""
+    end = len(self) if end is None else end
+    for start in range(begin, end, _PART_ROWS):
+      part = slice(start, min(start + _PART_ROWS, end))
+      yield part, self.read(part)
+      if self.is_mapped:
+        placement.forget_pages(self.x)
+
+  def spread(self, weight: np.ndarray) -> Spread:
+    """Where most of the rows with weights [N] above 0 lie, in one pass.
+
+    The centre is what a fit subtracts from the features. It is the mean, but where a few rows are
+    so large that the mean is far from all others: float32 would keep no digit of these, so there it
+    is the median. The objective does not depend on it, because biases are not regularised. The
+    median and the distance are of about `_SPREAD_ROWS` rows.
+
+    Raises:
+      ValueError: a row of a mapped file is not finite.
+    """
+    num_rows = _PART_ROWS * -(-len(self) // (_PART_ROWS * _GROUPS))
+
+    def of_group(number):
+      group = slice(number * num_rows, min(len(self), (number + 1) * num_rows))
+      return self._sum_and_ends(weight, group)
+
+    first, low, high = np.stack(placement.in_turn(of_group, -(-len(self) // num_rows)), axis=1)
+    first = functools.reduce(np.add, first)  # in the order of the rows
+    low = low.min(axis=0)
+    high = high.max(axis=0)
+    numbers = np.flatnonzero(weight > 0)
+    some = np.asarray(self.x[numbers[:: max(1, len(numbers) // _SPREAD_ROWS)]]).astype(np.float64)
+    mean = first / weight.sum()
+    median = np.median(some, axis=0)
+    distance = np.sort(np.abs(some - median), axis=0)
+    most = distance[: max(1, int(_MOST * len(some)))].mean(axis=0)
+    centre = np.where(np.abs(mean - median) > FAR * most, median, mean)
+    if self.x.dtype != np.float64:
+      centre = centre.astype(np.float32)  # so that a difference needs no wider type
+    distance = np.where(most > 0, most, distance.mean(axis=0))
+    return Spread(centre, distance, np.maximum(high - centre, centre - low))
+
+  def _sum_and_ends(self, weight: np.ndarray, rows: slice) -> np.ndarray:
+    """The weighted sum, and the least and the largest entries, of some rows: [3, D]."""
+    first = np.zeros(self.width)
+    low = np.full(self.width, np.inf)
+    high = -low
+    for part, block in self.blocks(rows.start, rows.stop):
+      first += weight[part] @ block
+      is_kept = weight[part] > 0
+      if is_kept.any():
+        kept = block if is_kept.all() else block[is_kept]
+        low = np.minimum(low, kept.min(axis=0))
+        high = np.maximum(high, kept.max(axis=0))
+    return np.stack([first, low, high])
+
+  def far(self, weight: np.ndarray, where: Spread) -> Far:
+    """The far ones of the rows with weights above 0; warns of those that are moved.
+
+    A row S times as far as the others fixes W v for its direction v to about N / S. With S =
+    `_LIMIT` N that is nearly 0, so rows that are farther have nearly the same optimum, and are
+    moved there: products of float32 with them would be off by S / 2^24 nats.
+
+    Rows that share a far entry have one that stands for a missing value, which predictions see,
+    too: they stay. W fits one such feature, but float32 cannot fit several at once.
+
+    Raises:
+      ValueError: float32 cannot hold the square of an entry that rows share, or the sums of
+        squares.
+    """
+    none = np.zeros(0, np.int64)
+    if (where.times(where.centre + where.largest) <= FAR).all():
+      check_squares(len(self), where.largest)
+      return Far(none, none, np.zeros((0, self.width)))
+    numbers = []
+    sizes = []
+    for part, block in self.blocks():
+      size = where.times(block).max(axis=1)
+      chosen = np.flatnonzero((size > FAR) & (weight[part] > 0))
+      numbers.append(part.start + chosen)
+      sizes.append(size[chosen])
+    far = np.concatenate(numbers)
+    size = np.concatenate(sizes)
+    rows = np.asarray(self.x[far]).astype(np.float64)
+    alone = far[_sharing(rows, where.times(rows).argmax(axis=1)) == 1]
+    limit = max(_LIMIT * int((weight > 0).sum()), _LEAST_LIMIT)
+    is_moved = size > limit
+    is_moved[is_moved] = _is_alone(rows[is_moved], size[is_moved], where, limit)
+    if is_moved.any():
+      warnings.warn(
+        f'{int(is_moved.sum())} of the {len(self)} rows of X are much larger than the others, up '
+        f'to {size[is_moved].max():.0e} times: float32 cannot hold both, and they are fitted as if '
+        f'they were {limit:.0e} times as large',
+        stacklevel=2,
+      )
+      factor = np.where(where.times(rows) > FAR, limit / size[:, None], 1.0)
+      moved = where.centre + factor * (rows - where.centre)
+      rows = np.where(is_moved[:, None], moved, rows)
+    others = np.where(where.distance > 0, FAR * where.distance, where.largest)
+    check_squares(len(self), np.maximum(np.abs(rows - where.centre).max(axis=0, initial=0), others))
+    return Far(alone, far[is_moved], rows[is_moved])
+
+  def distinct(
+    self, values: np.ndarray, weight: np.ndarray
+  ) -> tuple['Features', np.ndarray, np.ndarray]:
+    """Distinct rows and values [N, ...] in ascending order, with the sums of their weights [N]."""
+    both = np.concatenate([self.x, values.reshape(len(self), -1).astype(np.float64)], axis=1)
+    _, first, which = np.unique(both, axis=0, return_index=True, return_inverse=True)
+    return self[first], values[first], np.bincount(which.ravel(), weight)
 
 
 def _is_alone(rows: np.ndarray, size: np.ndarray, where: Spread, limit: float) -> np.ndarray:
@@ -305,12 +333,3 @@ def labels_of_rows(num_rows: int, y: Any) -> np.ndarray:
 def streams(x: Any, solver: str) -> bool:
   """Whether the rows of a fit stay on disk (the rule of docs/probe.md)."""
   return solver == 'streamed' or (solver == 'auto' and 4 * np.size(x) > MEMORY_BYTES)
-
-
-def merged(
-  x: np.ndarray, values: np.ndarray, weight: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Distinct rows in ascending order, with the sums of their weights."""
-  both = np.concatenate([x, values.reshape(len(x), -1).astype(np.float64)], axis=1)
-  _, first, which = np.unique(both, axis=0, return_index=True, return_inverse=True)
-  return x[first], values[first], np.bincount(which.ravel(), weight)

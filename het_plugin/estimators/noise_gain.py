@@ -249,7 +249,7 @@ class _Fold:
   def __init__(self, test: _Test, x, labels, fitted, held_out):
     self.test = test
     self.model = test.model
-    self.x = x[held_out]
+    self.features = inputs.Features(x[held_out])
     self.values = labels.values[held_out]
     of_fit = labels[fitted]
     self.mean = x[fitted].mean(axis=0)
@@ -324,7 +324,7 @@ class _Fold:
     return scores
 
   def score(self, params) -> np.ndarray:
-    return fitting.apply(self.model, 'nll', params, self.mean, self.x, self.values)
+    return fitting.apply(self.model, 'nll', params, self.mean, self.features, self.values)
 
   def _fit(self, params, strength, max_iter=MAX_ITER, tol=None):
     noise_strength = jnp.float32(1.0 / (strength * self.test.c))

@@ -209,14 +209,15 @@ def make_stream(
 
 
 def sample(
-  x: Any, labels: targets.Targets, weight: np.ndarray, seed: int
-) -> tuple[np.ndarray, targets.Targets, np.ndarray]:
+  features: inputs.Features, labels: targets.Targets, weight: np.ndarray, seed: int
+) -> tuple[inputs.Features, targets.Targets, np.ndarray]:
   """A random tenth of the rows of positive weight, or as many as `HELD_BYTES` hold."""
   numbers = np.flatnonzero(weight > 0)
-  count = min(len(numbers), max(len(numbers) // 10, 1), HELD_BYTES // (4 * x.shape[1]))
+  count = min(len(numbers), max(len(numbers) // 10, 1), HELD_BYTES // (4 * features.width))
   numbers = np.sort(np.random.default_rng(seed).choice(numbers, count, replace=False))
+  x = features.x
   parts = [inputs.widened(np.asarray(x[part])) for part in inputs.parts(numbers, x)]
-  return np.concatenate(parts), labels[numbers], weight[numbers]
+  return inputs.Features(np.concatenate(parts)), labels[numbers], weight[numbers]
 
 
 class _Spilled:
