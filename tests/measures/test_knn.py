@@ -18,9 +18,13 @@ def make(n=300, m=50, d=20, k=5, offset=0.0):
 
 
 @pytest.mark.parametrize('metric', knn.METRICS)
-def test_accuracy_is_that_of_scikit_learn(metric):
-  """For k = 1 and two classes with odd k, where no vote is tied."""
+@pytest.mark.parametrize('block_bytes', [knn.BLOCK_BYTES, 2**10])
+def test_accuracy_is_that_of_scikit_learn(metric, block_bytes, monkeypatch):
+  """For k = 1 and two classes with odd k, where no vote is tied; in blocks of 32 rows, too."""
   train_x, train_y, test_x, test_y = make(k=2, d=4)
+  left_out = knn.knn_accuracy(train_x, train_y, ks=(1, 31), metric=metric)
+  monkeypatch.setattr(knn, 'BLOCK_BYTES', block_bytes)
+  assert knn.knn_accuracy(train_x, train_y, ks=(1, 31), metric=metric) == left_out
   ours = knn.knn_accuracy(train_x, train_y, test_x, test_y, ks=(1, 5, 31), metric=metric)
   for k, accuracy in ours.items():
     theirs = KNeighborsClassifier(k, algorithm='brute', metric=metric).fit(train_x, train_y)
