@@ -73,7 +73,7 @@ class Settings(ReportFolder, OnTask):
   ood_split: str | None = None
   save_predictions: bool = False
   covariance_images: Annotated[int, '[0, inf)'] = 4
-  covariance_index: tuple[int, ...] = ()
+  covariance_index: tuple[Annotated[int, '[0, inf)'], ...] = ()
   homoglyph_examples: Annotated[int, '[0, inf)'] = 512
 
   @functools.cached_property
@@ -94,8 +94,9 @@ class Settings(ReportFolder, OnTask):
       of_run = 'dataset', 'split', 'save_predictions', 'covariance_index'
       of_files = 'a --checkpoint: it has no effect on files of predictions'
       self.refuse(of_run, of_files, 'needs')
-      of_runs = 'gin_file', 'gin_bindings', 'batch_size', 'covariance_images', 'homoglyph_examples'
-      self.refuse(of_runs, 'files of predictions')
+      self.refuse(['covariance_images', 'homoglyph_examples'], 'files of predictions')
+      if all(map(files.is_file, self.predictions)):
+        self.refuse(['gin_file', 'gin_bindings', 'batch_size'], 'files of predictions')
 
 
 def run(settings: Settings) -> reporting.Report:
@@ -130,7 +131,8 @@ def evaluate(settings: Settings, save_to: Path | None = None) -> list[evaluation
   for name, (flag, source) in zip(names, flags, strict=True):
     if flag == '--predictions' or source not in settings.runs:
       with naming(f'{flag}={source}'):  # scored at once: one file is in memory at a time
-        rows = runs.sources.open_source(source, settings.gin).rows(columns=('log_prob',))
+        opening = runs.sources.open_source(source, settings.gin, settings.batch_size)
+        rows = opening.rows(columns=('log_prob',))
         opened.append(evaluate_rows(name, source, rows.chosen(settings.max_examples)))
     else:
       found = runs.Checkpoint.find(source)

@@ -57,10 +57,12 @@ class Source(Protocol):
     """
 
 
-def open_source(text: str, gin_settings: GinSettings = NO_GIN) -> Source:
+def open_source(
+  text: str, gin_settings: GinSettings = NO_GIN, batch_size: int = _BATCH_SIZE
+) -> Source:
   """Decides what a text names; reads no rows yet.
 
-  `gin_settings` are of a run: files, bindings and search paths.
+  `gin_settings` are of a run: files, bindings and search paths. `batch_size` is for its rows.
 
   Raises:
     ValueError: it names nothing, or a published file, which says no task.
@@ -77,7 +79,7 @@ def open_source(text: str, gin_settings: GinSettings = NO_GIN) -> Source:
     )
   if os.path.isdir(f'{path}/state') or (os.path.isdir(path) and checkpoint_reader.steps(path)):
     gin_files, bindings, search_paths = map(tuple, gin_settings)
-    return _OfRun(path, split, (gin_files, bindings, search_paths))
+    return _OfRun(path, split, (gin_files, bindings, search_paths), batch_size)
   if (folder := _Folder(path, split)).paths:
     return folder
   # A task such as tfds:NAME has a colon itself.
@@ -108,16 +110,16 @@ class _Folder(_File):
   split: str | None
 
   def file(self, split: str | None) -> str:
-    """The file of a split, by default test or else validation; or the only file."""
+    """The file of a split, by default test or else validation; or the only one, of no split."""
     found = self.paths
-    if len(found) == 1 and not self.split:
-      return found[0]
     splits = [x for x in (self.split, split) if x][:1] or TEST_SPLITS
+    if len(found) == 1 and not self.split and _name(found[0]) not in ('train', *TEST_SPLITS):
+      return found[0]
     named = {x: [file for file in found if _name(file) == x] for x in splits}
     if len(chosen := next(filter(None, named.values()), [])) != 1:
       raise ValueError(
-        f'{self.text} must have one .safetensors or .npz file, or one named {" or ".join(splits)}; '
-        f'it has {", ".join(found) or "none"}: name a file'
+        f'{self.text} must have one .safetensors or .npz file named {" or ".join(splits)}; it has '
+        f'{", ".join(found) or "none"}: name a file, or a split as in {self.text}:train'
       )
     return chosen[0]
 
@@ -139,19 +141,25 @@ class _OfRun:
   path: str
   split: str | None
   gin_settings: GinSettings
+  batch_size: int
 
   def rows(self, split: str | None = None, columns: Sequence[str] = ('features',)) -> Rows:
-    return _computed(self.path, self.gin_settings, self.split or split, tuple(columns))
+    split = self.split or split
+    return _computed(self.path, self.gin_settings, split, tuple(columns), self.batch_size)
 
 
 @functools.lru_cache(maxsize=32)  # a comparison first checks all candidates, which may be many
 def _computed(
-  path: str, gin_settings: GinSettings, split: str | None, columns: tuple[str, ...]
+  path: str,
+  gin_settings: GinSettings,
+  split: str | None,
+  columns: tuple[str, ...],
+  batch_size: int,
 ) -> Rows:
   run = configuration(path, *gin_settings).open()
   task = str(run.task)  # a run has one, unlike a published file
   split = split or default_split(task)
-  found = run.rows(split, columns, batch_size=_BATCH_SIZE)
+  found = run.rows(split, columns, batch_size=batch_size)
   on_disk = {name: temporary.array(x.shape, x.dtype) for name, x in found.columns.items()}
   for name, x in found.columns.items():
     on_disk[name][:] = x

@@ -11,7 +11,9 @@ from het_plugin.runs import sources
 from het_plugin.runs.sources import open_source
 
 
-def test_a_run_and_a_file_of_its_rows_are_the_same_source(digits_run, tmp_path, run_main):
+def test_a_run_and_a_file_of_its_rows_are_the_same_source(
+  digits_run, tmp_path, run_main, monkeypatch
+):
   folder = str(digits_run[0])
   found = open_source(f'{folder}:train[:64]').rows()
   assert isinstance(found.features, np.memmap)  # those of many runs need not fit in memory
@@ -31,7 +33,16 @@ def test_a_run_and_a_file_of_its_rows_are_the_same_source(digits_run, tmp_path, 
     (row,) = json.loads(target.read_text())
     results.append({name: x for name, x in row.items() if name != 'seconds'})
   assert results[0] == results[1]
-  assert '64 examples' in run_main(evaluate, f'--predictions={folder}:test[:64]')
+  batches = []
+  of_batches = runs.Run.rows
+
+  def watched(*args, batch_size, **settings):
+    batches.append(batch_size)
+    return of_batches(*args, batch_size=batch_size, **settings)
+
+  monkeypatch.setattr(runs.Run, 'rows', watched)
+  predictions = f'--predictions={folder}:test[:64]', '--batch_size=32'
+  assert '64 examples' in run_main(evaluate, *predictions) and batches == [32]
 
 
 def test_a_task_is_a_source_of_pixels(run_main):
@@ -61,8 +72,14 @@ def test_a_folder_of_represent_is_a_source(tmp_path, run_main):
   assert sources.halves(f'{folder}:validation') == (f'{folder}:validation', None)
   replaced = f'--suggest={folder}/pre_logits/train.safetensors'
   assert 'is read by the audit' in run_main(audit, f'--train={folder}', replaced, code=2)
-  with pytest.raises(ValueError, match='or one named test; it has .*validation.safetensors: name'):
+  with pytest.raises(ValueError, match='named test; it has .*validation.safetensors: name'):
     open_source(f'{folder}:test').rows()
+  # A split that is not the one that is asked for is not taken for it.
+  (tmp_path / 'pre_logits/validation.safetensors').unlink()
+  words = run_main(fewshot, f'--train={folder}', f'--test={folder}', code=2)
+  assert 'named test or validation; it has' in words
+  (tmp_path / 'pre_logits/train.safetensors').rename(tmp_path / 'cub.safetensors')
+  assert len(open_source(folder).rows()) == len(open_source(folder).rows('train')) == 6
 
 
 def test_what_is_no_source(tmp_path):
