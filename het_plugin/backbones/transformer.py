@@ -106,7 +106,7 @@ class Attention(nn.Module):
       x: [B, N, D].
       is_token: bool [B, N], the tokens to attend to; None for all.
       rotation: cosine and sine [N, D / heads] of rotary position embeddings.
-      queries: [B, M, D]; None for x.
+      queries: [B, M, D], which have the first M positions; None for x.
 
     Returns:
       [B, M, D].
@@ -122,7 +122,7 @@ class Attention(nn.Module):
         return y
       if s.qk_norm:
         y = s.normalisation(f'{name}_norm', axis='kv')(y)
-      return y if rotation is None else rotate(y, *rotation)
+      return y if rotation is None else rotate(y, *(angle[: y.shape[1]] for angle in rotation))
 
     q = project('query', x if queries is None else queries)
     k = project('key', x)
@@ -133,7 +133,8 @@ class Attention(nn.Module):
       places = relative_places(s.relative_grid)  # [N, N]
       shape = places.max() + 1, s.num_heads
       table = param('relative_position', nn.initializers.zeros, shape, (None, None))
-      bias = table[places].transpose(2, 0, 1)[None].astype(q.dtype)  # [1, heads, N, N]
+      places = places[: q.shape[1]]
+      bias = table[places].transpose(2, 0, 1)[None].astype(q.dtype)  # [1, heads, M, N]
     y = jax.nn.dot_product_attention(q, k, v, bias, mask, is_causal=s.causal)
     y = y.reshape(*y.shape[:2], -1)
     if s.sub_norm == 'both':
@@ -199,7 +200,9 @@ class Block(nn.Module):
     is_token: jax.Array | None = None,
     rotation: tuple[jax.Array, jax.Array] | None = None,
     drop_rate: jax.Array | float | None = None,
+    first: jax.Array | None = None,
   ):
+    """The result for `first` [B, M, D], the first tokens of x [B, N, D]; None for all."""
     s = self.settings
 
     def residual(y, name):
@@ -212,7 +215,13 @@ class Block(nn.Module):
       return drop_path(y, drop_rate, self.make_rng('dropout'))
 
     y = s.normalisation('attention_norm')(x)
-    attended = residual(Attention(s, name='attention')(y, is_token, rotation), 'attention')
+    queries = None
+    if first is not None:
+      x = first
+      queries = y[:, : first.shape[1]]
+    attended = Attention(s, name='attention')(y, is_token, rotation, queries)
+    attended = residual(attended, 'attention')
+    y = y if queries is None else queries
     if s.parallel:
       x = x + attended
     else:
@@ -325,11 +334,14 @@ def run_blocks(
   rotation: tuple[jax.Array, jax.Array] | None = None,
   moe: Moe | None = None,
   settings: BlockSettings | None = None,
+  num_first: int | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Runs the encoder blocks of the compact module that calls this, with its settings.
 
   x is [B, N, D]; `is_token` and `rotation` are as for `Attention`, the settings as for `ViT`, or
-  `settings`. Returns the last output [B, N, D] and the outputs of all blocks: 'block00', ...
+  `settings`. Returns the last output [B, N, D] and the outputs of all blocks: 'block00', ... With
+  `num_first` the last output is that of so many first tokens, for which alone the last block is
+  computed where nobody asks for the others.
   """
   settings = settings or BlockSettings.of(module)
   depth = module.depth
@@ -355,8 +367,12 @@ def run_blocks(
   for layer in range(looped, depth):
     name = names[layer]
     layer_block = block(settings, moe=moe if layer in with_experts else None, name=name)
-    x = outputs[name] = layer_block(x, deterministic, is_token, rotation, rates[layer])
-  return x, outputs
+    arguments = x, deterministic, is_token, rotation, rates[layer]
+    outputs[name] = layer_block(*arguments)
+    if num_first and layer == depth - 1 and layer not in with_experts:
+      return layer_block(*arguments, x[:, :num_first]), outputs
+    x = outputs[name]
+  return x if num_first is None else x[:, :num_first], outputs
 
 
 def check_encoder(module: nn.Module) -> None:

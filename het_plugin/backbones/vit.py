@@ -340,18 +340,34 @@ class ViT(nn.Module):
     )
     if self.pre_norm:
       x = settings.normalisation('pre_norm')(x)
+    # In training, dropout would differ between the two results of the last block.
+    read = {'token': self.num_pooled, 'distilled': 2}.get(self.pooling)
     x, outputs = run_blocks(
-      self, x, not train, is_token, rotation=rotation, moe=self.moe, settings=settings
+      self,
+      x,
+      not train,
+      is_token,
+      rotation=rotation,
+      moe=self.moe,
+      settings=settings,
+      num_first=None if train else read,
     )
+    last = outputs[f'block{self.depth - 1:02d}']  # [B, N, D], or the same as x
     if is_token is not None:
       outputs = {name: _mean(y, is_token) for name, y in outputs.items()}
     intermediates |= outputs
 
-    normalise = lambda x: x.astype(jnp.float32)  # noqa: E731
+    def as_float32(x):
+      return x.astype(jnp.float32)
+
+    normalise = as_float32
     if self.last_norm:
       normalise = settings.normalisation('encoder_norm', dtype=jnp.float32)
-    x = x.astype(jnp.float32) if self.norm_pooled else normalise(x)
-    intermediates['encoder_norm'] = x if is_token is None else _mean(x, is_token)
+    before_pooling = as_float32 if self.norm_pooled else normalise
+    is_last = last is x
+    x = before_pooling(x)
+    last = x if is_last else before_pooling(last)
+    intermediates['encoder_norm'] = last if is_token is None else _mean(last, is_token)
     if self.pooling == 'token':
       phi = x[:, : self.num_pooled].reshape(x.shape[0], -1)  # [B, num_pooled D]
     elif self.pooling == 'gap':

@@ -11,7 +11,7 @@ bfloat16 becomes float32, because few runtimes multiply it.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -173,17 +173,24 @@ def convert(
   for output, value in zip(sorted(outputs), values, strict=True):  # as jax.tree orders a dict
     graph.nodes.append(helper.make_node('Identity', [graph.name(value)], [output]))
     results.append(_value_info(output, outputs[output]))
-  whole = helper.make_graph(
-    graph.nodes,
-    'het_plugin',
-    [_value_info(name, of_input)],
-    results,
-    [*graph.constants.values()],
-  )
+  nodes, needed = _needed(graph.nodes, outputs)
+  constants = [x for x in graph.constants.values() if x.name in needed]
+  whole = helper.make_graph(nodes, 'het_plugin', [_value_info(name, of_input)], results, constants)
   opset = helper.make_opsetid('', OPSET)
   model = helper.make_model(whole, opset_imports=[opset], ir_version=9, producer_name='het_plugin')
   helper.set_model_props(model, dict(metadata))
   return model
+
+
+def _needed(nodes: Sequence[Any], outputs: Iterable[str]) -> tuple[list[Any], set[str]]:
+  """The nodes that lead to these outputs, and the names of all that they read and give."""
+  needed = set(outputs)
+  kept = []
+  for node in reversed(nodes):
+    if needed.intersection(node.output):
+      needed.update(node.input)
+      kept.append(node)
+  return kept[::-1], needed
 
 
 def _value_info(name: str, aval: Any) -> Any:

@@ -167,6 +167,24 @@ def test_options_are_those_of_the_reference(name):
   np.testing.assert_allclose(phi, expected, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+  'settings',
+  [
+    {'position': 'rope', 'num_registers': 2, 'num_pooled': 2, 'layer_scale': 0.1},
+    {'position': 'relative', 'parallel': True, 'qk_norm': True},
+    {'pooling': 'distilled', 'num_registers': 1, 'norm_pooled': True, 'sub_norm': 'both'},
+  ],
+)
+def test_the_last_block_computes_what_is_pooled(settings):
+  tower = ViT(4, 16, 2, 32, 2, **settings)
+  image = np.random.default_rng(0).normal(size=(3, 16, 16, 3)).astype(np.float32)
+  params = {'params': drawn(tower.init, image)}
+  whole = jax.jit(lambda p, x: tower.apply(p, x, train=True)[0]).lower(params, image).compile()
+  phi = jax.jit(lambda p, x: tower.apply(p, x)[0]).lower(params, image).compile()
+  np.testing.assert_allclose(phi(params, image), whole(params, image), atol=2e-6)
+  assert phi.cost_analysis()['flops'] < 0.75 * whole.cost_analysis()['flops']
+
+
 def test_22b_has_the_parameters_of_the_paper():
   parsing.parse_config(['het_plugin/gin/models/vit_22b.gin'], [])
   model = gin.query_parameter('%BACKBONE').scoped_configurable_fn()
