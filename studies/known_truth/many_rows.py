@@ -36,7 +36,7 @@ SIZES = [10_000, 30_000, 100_000, 300_000, 1_000_000]
 NUM_TEST = 20_000
 MORE_SAMPLES = 64
 BLOCK = 4096
-KEY = ('seed', 'n', 'k', 'd', 'c_noise', 's')
+KEY = ('seed', 'n', 'test', 'k', 'd', 'c_noise', 's')
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -96,6 +96,7 @@ def measure(args, seed, sizes, folder):
       yield {
         'seed': seed,
         'n': n,
+        'test': args.test,
         'k': args.classes,
         'd': args.dim,
         'c_noise': args.C_noise,
@@ -162,7 +163,7 @@ def main():
   rows = read_json(args.json)
   for seed in args.seeds:
     done = {_key(row) for row in rows}
-    about = args.classes, args.dim, args.C_noise, args.samples
+    about = args.test, args.classes, args.dim, args.C_noise, args.samples
     sizes = [n for n in args.sizes if (seed, n, *about) not in done]
     if not sizes:
       continue

@@ -138,6 +138,17 @@ class Scores:
     self.agreeing = shares[np.arange(len(x)), best]
 
 
+def settings_of(args):
+  """Settings that rows have: results of others are others."""
+  return {
+    'd': args.dim,
+    'rows': args.rows,
+    'folds': args.folds,
+    'grid': args.C,
+    'max_iter': args.max_iter,
+  }
+
+
 def measure(tower, part, x, index, args, shares, label):
   """Rows of a part, one for each test and head."""
   of_part = (index < NUM_TRAIN) == (part == 'cifar10n')
@@ -178,7 +189,7 @@ def measure(tower, part, x, index, args, shares, label):
         'part': part,
         'test': test,
         'head': head,
-        'd': args.dim,
+        **settings_of(args),
         'fitted': num_fitted,
         'nll': float(joined['nll'].mean()),
         'accuracy': float(joined['is_right'].mean()),
@@ -229,13 +240,13 @@ def main():
     shares, label = people(data)
   for tower in args.towers:
     name, equals, path = tower.partition('=')
-    done = {}
-    for row in rows:
-      done.setdefault((row['tower'], row['part'], row['d']), set()).add(row['head'])
+    parts = []
     for part in args.parts:
-      if missing := {*args.heads} - done.get((name, part, args.dim), {*args.heads}):
+      key = {'tower': name, 'part': part, **settings_of(args)}
+      done = {row['head'] for row in rows if key.items() <= row.items()}
+      if done and (missing := {*args.heads} - done):
         parser.error(f'{args.json} has {name}, {part} without {min(missing)}: name another --json')
-    parts = [part for part in args.parts if (name, part, args.dim) not in done]
+      parts += [] if done else [part]
     if not parts:
       continue
     if equals:
