@@ -440,7 +440,8 @@ def apply(
   target: np.ndarray | None = None,
   mesh: Sequence[int] | None = None,
 ) -> np.ndarray:
-  """A method of the model for N rows, computed in blocks of one shape.
+  """A method of the model for N rows, computed in blocks of one shape. Each of several processes
+  reads and computes those of its own devices.
 
   Args:
     model: the model.
@@ -455,16 +456,28 @@ def apply(
   """
   # Inputs of many lengths share few programs, of a power of two rows where they are one block.
   size = min(objective.block_rows(model, 1 << (len(features) - 1).bit_length()), 4096)
+  sources: list[tuple[Callable, tuple]] = [
+    (lambda rows: inputs.widened(np.asarray(features.x[rows])) - mean, (features.width,))
+  ]
+  if target is not None:
+    sources.append((target.__getitem__, target.shape[1:]))
+
+  def read(source, start, rows):  # what is after the last row is 0
+    found = source(slice(start + rows.start, start + rows.stop))
+    padding = rows.stop - rows.start - len(found)
+    return np.pad(found, [(0, padding), *[(0, 0)] * (found.ndim - 1)])
+
   found = []
   with placement.on(mesh):
     params = model.multiplied(placement.place_params(model, params, mesh))
     for start in range(0, len(features), size):
-      block = [features.read(slice(start, start + size)) - mean]
-      if target is not None:
-        block.append(target[start : start + size])
-      padding = size - len(block[0])
-      block = [np.pad(rows, [(0, padding), *[(0, 0)] * (rows.ndim - 1)]) for rows in block]
+      block = [
+        placement.cut(functools.partial(read, source, start), (size, *shape), mesh)
+        for source, shape in sources
+      ]
       found.append(placement.whole(_apply(model, method, params, *block)))
+      if features.is_mapped and not np.isfinite(found[-1]).all():
+        features.read(slice(start, start + size))  # every process says which row is wrong
       placement.forget_pages(features.x)
   return np.concatenate(found)[: len(features)]
 

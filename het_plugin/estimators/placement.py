@@ -111,6 +111,22 @@ def place_rows(rows: objective.Blocks, mesh: Sequence[int] | None) -> objective.
   return dataclasses.replace(rows, **{x: _put(getattr(rows, x), sharding) for x in _CUT})
 
 
+def cut(
+  read: Callable[[slice], np.ndarray], shape: tuple[int, ...], mesh: Sequence[int] | None
+) -> Any:
+  """An array of a shape [n, ...], cut over `data`: each process reads slices of its own devices."""
+  if mesh is None:
+    return read(slice(0, shape[0]))
+  sharding = NamedSharding(make_mesh(mesh), PartitionSpec('data'))
+
+  def here(index):
+    first, last, _ = index[0].indices(shape[0])
+    found = read(slice(first, last))
+    return found.astype(np.float32) if found.dtype.kind == 'f' else found
+
+  return jax.make_array_from_callback(shape, sharding, here)
+
+
 def cut_rows(
   read: Callable[[np.ndarray], objective.Blocks],
   num_rows: int,

@@ -216,11 +216,13 @@ def _described(rows: Rows, task: str, split: str, about: Mapping[str, Any]) -> R
 
 
 def halves(text: str) -> tuple[str, str | None]:
-  """The files train and test of a folder of representations; else the text itself, and None."""
+  """The files train and test of a folder of representations, or its only one; else the text."""
   source = open_source(text)
   if not isinstance(source, _Folder) or source.split:
     return text, None
-  return source.file('train'), source.file(None) if len(source.paths) > 1 else None
+  return (
+    (source.paths[0], None) if len(source.paths) == 1 else (source.file('train'), source.file(None))
+  )
 
 
 def file_of(source: Source, split: str | None) -> str | None:

@@ -264,7 +264,7 @@ def test_a_folder_of_represent(few, tmp_path):
   assert sources.halves(str(tmp_path)) == found
   validation.rename(tmp_path / 'pre_logits/test.npz')
   (tmp_path / 'pre_logits/train.npz').rename(validation)
-  message = 'one named train; it has .*/test.npz, .*/validation.npz'
+  message = 'file named train; it has .*/test.npz, .*/validation.npz'
   with pytest.raises(ValueError, match=message):
     probe.probe(str(tmp_path), None, settings())
   (tmp_path / 'pre_logits/test.npz').unlink()
