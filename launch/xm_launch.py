@@ -28,6 +28,7 @@ launch was interrupted.
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import hashlib
 import importlib.util
 import math
@@ -37,15 +38,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
-
-from absl import flags
+from typing import Any, Literal
 
 from het_plugin import reporting
 from het_plugin.cli import command_line, training_flags
-from het_plugin.cli.settings import Gin
+from het_plugin.cli.settings import Gin, Repeated
 from het_plugin.config import parsing
 from het_plugin.planning import slices
+from het_plugin.system.ranges import Count
 from launch import processes, sweep
 from launch.gke import render
 
@@ -55,7 +55,7 @@ USED = {
   'vertex': ('image', 'topology'),
   'kubernetes': ('image', 'resources'),
   'cloud': ('image', 'topology', 'resources', 'queue', 'service_account'),
-  'gke': render.SETTINGS,
+  'gke': render.OF_PODS,
 }
 # What the executors of XManager 0.8.5 can ask for. Its Kubernetes executor selects nodes by
 # 'nvidia-tesla-NAME', which GKE has for these; XManager on Cloud calls tpu7x by a machine type.
@@ -67,7 +67,6 @@ GPUS = {
   ),
 }
 CLOUD_TPUS = ('v4', 'v5e', 'v5p', 'v6e')
-EXECUTORS = tuple(USED)
 XMANAGER = {
   'vertex': 'xm_local.Vertex',
   'kubernetes': 'xm_local.Kubernetes',
@@ -78,37 +77,53 @@ VERTEX_CORES_PER_CHIP = 2  # XManager counts cores: tpu_v3=8 is a 2x2
 FAILED = 1
 
 
-def define_flags() -> None:
-  Gin.define_flags()
-  training_flags.Training.define_flags()
-  render.define_settings_flags()
-  flags.DEFINE_enum('executor', 'local', EXECUTORS, 'Where the jobs run.')
-  flags.DEFINE_string('name', 'het-plugin', 'Name of the experiment and of JobSets.')
-  flags.DEFINE_string('model_dir', '', 'Folder of the run; with a sweep, jobs have sub-folders.')
-  flags.DEFINE_list('heads', [], 'Names of gin/heads/*.gin, one job each.')
-  flags.DEFINE_multi_string(
-    'sweep', [], 'NAME=VALUE,VALUE,... with NAME and VALUE as in --gin.NAME=VALUE; repeatable.'
-  )
-  flags.DEFINE_integer('max_parallel', 1, 'Number of local jobs at a time.', lower_bound=1)
-  flags.DEFINE_list(
-    'resources', [], "XManager's names and amounts: a100=8, or cpu=16,ram=64e9 (bytes)."
-  )
-  flags.DEFINE_bool('dry_run', False, 'Print all jobs and launch none.')
-  if importlib.util.find_spec('xmanager'):
-    from xmanager import xm_flags  # noqa: F401 (defines --xm_...)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(render.Pods, training_flags.Training, Gin):
+  """What is launched, and where.
+
+  Attributes:
+    executor: Where the jobs run.
+    name: Name of the experiment and of JobSets.
+    model_dir: Folder of the run; with a sweep, jobs have sub-folders.
+    heads: Names of gin/heads/*.gin, one job each.
+    sweep: NAME=VALUE,VALUE,... with NAME and VALUE as in --gin.NAME=VALUE; repeatable.
+    max_parallel: Number of local jobs at a time.
+    resources: XManager's names and amounts: a100=8, or cpu=16,ram=64e9 (bytes).
+    dry_run: Print all jobs and launch none.
+  """
+
+  executor: Literal['local', 'vertex', 'kubernetes', 'cloud', 'gke'] = 'local'
+  name: str = 'het-plugin'
+  model_dir: str = ''
+  heads: tuple[str, ...] = ()
+  sweep: Repeated[str] = ()
+  max_parallel: Count = 1
+  resources: tuple[str, ...] = ()
+  dry_run: bool = False
+
+  def __post_init__(self):
+    for name in (*render.OF_PODS, 'max_parallel', 'resources'):
+      if name not in USED[self.executor]:
+        users = ', '.join(x for x in USED if name in USED[x])
+        self.refuse([name], f'--executor={self.executor}: it is for {users}', 'has no effect with')
+
+  @classmethod
+  def define_flags(cls) -> None:
+    super().define_flags()
+    if importlib.util.find_spec('xmanager'):
+      from xmanager import xm_flags  # noqa: F401 (defines --xm_...)
 
 
-def local_command(job: sweep.Job) -> list[str]:
+def local_command(settings: Settings, job: sweep.Job) -> list[str]:
   """Training under a supervisor, which lets it save and stop when this process ends."""
-  values = flags.FLAGS
   return [
     sys.executable,
     '-m',
     'launch.supervise',
     f'--folder={job.model_dir}',
-    f'--max_restarts={values.max_restarts}',
-    f'--max_failures={values.max_restarts}',
-    f'--grace_seconds={values.grace_seconds}',
+    f'--max_restarts={settings.max_restarts}',
+    f'--max_failures={settings.max_restarts}',
+    f'--grace_seconds={settings.grace_seconds}',
     '--',
     sys.executable,
     *sweep.TRAIN,
@@ -116,13 +131,14 @@ def local_command(job: sweep.Job) -> list[str]:
   ]
 
 
-def requirements(executor: str) -> dict[str, float | str]:
-  """The arguments of xm.JobRequirements for the flags of an executor of XManager.
+def requirements(settings: Settings) -> dict[str, float | str]:
+  """The arguments of xm.JobRequirements for an executor of XManager.
 
   Raises:
     ValueError: the executor cannot ask for them.
   """
-  name = flags.FLAGS.topology or ''
+  executor = settings.executor
+  name = settings.topology or ''
   generation = name.partition(':')[0]
   if executor == 'vertex':
     if generation not in ('v2', 'v3'):
@@ -132,7 +148,7 @@ def requirements(executor: str) -> dict[str, float | str]:
       )
     generation, shape = slices.parse(name)
     return {f'tpu_{generation}': slices.num_chips(shape) * VERTEX_CORES_PER_CHIP}
-  asked = render.pairs('resources', flags.FLAGS.resources)
+  asked = render.pairs('resources', settings.resources)
   if bool(asked) == bool(name):
     examples = '--topology=v6e:4x4 or --resources=a100=8'
     if executor == 'kubernetes':
@@ -155,7 +171,7 @@ def requirements(executor: str) -> dict[str, float | str]:
   is_whole = len(asked) == 1 if gpus else {*asked} == {'cpu', 'ram'}
   if len(gpus) > 1 or (executor == 'cloud' and not is_whole):
     kind = 'one GPU, or cpu and ram' if executor == 'cloud' else 'at most one GPU'
-    raise ValueError(f'--resources={",".join(flags.FLAGS.resources)} must have {kind}')
+    raise ValueError(f'--resources={",".join(settings.resources)} must have {kind}')
   return {name: _amount(name, value) for name, value in asked.items()}
 
 
@@ -180,18 +196,10 @@ def kubernetes_name(job: sweep.Job) -> str:
   return short
 
 
-def jobset_of(job: sweep.Job) -> dict[str, Any]:
+def jobset_of(settings: Settings, job: sweep.Job) -> dict[str, Any]:
   """The JobSet of a job, called NAME, or NAME-JOB in a sweep."""
-  name = '-'.join(filter(None, [flags.FLAGS.name, kubernetes_name(job)]))
-  return render.jobset(name, render.settings(), job)
-
-
-def check_flags(executor: str) -> None:
-  """Raises ValueError if a flag of another executor is on the command line."""
-  for name in (*render.SETTINGS, 'max_parallel', 'resources'):
-    if flags.FLAGS[name].present and name not in USED[executor]:
-      users = ', '.join(x for x in EXECUTORS if name in USED[x])
-      raise ValueError(f'--{name} has no effect with --executor={executor}: it is for {users}')
+  name = '-'.join(filter(None, [settings.name, kubernetes_name(job)]))
+  return render.jobset(name, settings, job)
 
 
 def check_heads(names: Sequence[str]) -> None:
@@ -201,40 +209,40 @@ def check_heads(names: Sequence[str]) -> None:
     raise ValueError(f'--heads={unknown[0]} is unknown: choose from {", ".join(known)}')
 
 
-def description(index: int, job: sweep.Job, num_jobs: int) -> str:
+def description(settings: Settings, index: int, job: sweep.Job, num_jobs: int) -> str:
   """The text of --dry_run for a job.
 
   Raises:
     ValueError: the job cannot be launched as the flags say.
   """
-  values = flags.FLAGS
-  remote = values.model_dir.startswith('gs://')
-  lines = [f'[{index + 1}/{num_jobs}] {job.name or values.name}']
-  if values.executor == 'local':
+  remote = settings.model_dir.startswith('gs://')
+  lines = [f'[{index + 1}/{num_jobs}] {job.name or settings.name}']
+  if settings.executor == 'local':
     if remote:
       raise ValueError(
-        f'--model_dir={values.model_dir} must be a local folder: --executor=local keeps logs in it'
+        f'--model_dir={settings.model_dir} must be a local folder: --executor=local keeps logs in '
+        'it'
       )
-    lines += ['executor: local', f'command: {shlex.join(local_command(job))}']
-  elif values.executor == 'gke':
-    lines.append(f'executor: JobSet, {values.num_slices} x {values.topology}')
-    lines += render.to_yaml(jobset_of(job)).rstrip().splitlines()
+    lines += ['executor: local', f'command: {shlex.join(local_command(settings, job))}']
+  elif settings.executor == 'gke':
+    lines.append(f'executor: JobSet, {settings.num_slices} x {settings.topology}')
+    lines += render.to_yaml(jobset_of(settings, job)).rstrip().splitlines()
   else:
-    lines += [f'executor: {XMANAGER[values.executor]}, {requirements(values.executor)}']
-    if not remote or not values.image:
+    lines += [f'executor: {XMANAGER[settings.executor]}, {requirements(settings)}']
+    if not remote or not settings.image:
       raise ValueError(
-        f'--executor={values.executor} needs --model_dir=gs://... and --image, not '
-        f'{values.model_dir!r} and {values.image!r}'
+        f'--executor={settings.executor} needs --model_dir=gs://... and --image, not '
+        f'{settings.model_dir!r} and {settings.image!r}'
       )
-    if values.executor == 'cloud':
-      if not values.queue:
+    if settings.executor == 'cloud':
+      if not settings.queue:
         raise ValueError('--executor=cloud needs --queue: the queue that XManager takes has CPUs')
-      lines += [f'queue: {values.queue}']
-    lines += [f'image: {values.image}', f'arguments: {shlex.join(job.arguments())}']
+      lines += [f'queue: {settings.queue}']
+    lines += [f'image: {settings.image}', f'arguments: {shlex.join(job.arguments())}']
   return '\n  '.join(lines)
 
 
-def launch_local(jobs: Sequence[sweep.Job]) -> int:
+def launch_local(settings: Settings, jobs: Sequence[sweep.Job]) -> int:
   """Runs the jobs, --max_parallel at a time, and returns the exit code of the launch."""
   running: set[subprocess.Popen] = set()
   stopping = False
@@ -256,7 +264,7 @@ def launch_local(jobs: Sequence[sweep.Job]) -> int:
     say(f'{job.model_dir}: started, see supervisor.log there')
     # In a session of its own Ctrl-C does not reach it, which would be a second signal.
     process = subprocess.Popen(
-      local_command(job), start_new_session=True, preexec_fn=processes.die_with_parent
+      local_command(settings, job), start_new_session=True, preexec_fn=processes.die_with_parent
     )
     running.add(process)
     if stopping:  # the signal came in between
@@ -267,89 +275,85 @@ def launch_local(jobs: Sequence[sweep.Job]) -> int:
     return code
 
   processes.on_signals(stop)
-  with concurrent.futures.ThreadPoolExecutor(flags.FLAGS.max_parallel) as pool:
+  with concurrent.futures.ThreadPoolExecutor(settings.max_parallel) as pool:
     codes = list(pool.map(run, jobs))
   say(reporting.aligned(sweep.results([job.model_dir for job in jobs], codes)))
   return processes.PREEMPTED if stopping else FAILED if any(codes) else 0
 
 
-async def launch_in_xmanager(experiment: Any, jobs: Sequence[sweep.Job]) -> None:
+async def launch_in_xmanager(
+  settings: Settings, experiment: Any, jobs: Sequence[sweep.Job]
+) -> None:
   """Adds one Vertex or Kubernetes job per job to an XManager experiment of xm_local."""
   from xmanager import xm, xm_local
 
-  values = flags.FLAGS
-  kind = {'vertex': xm_local.Vertex, 'kubernetes': xm_local.Kubernetes}[values.executor]
+  kind = {'vertex': xm_local.Vertex, 'kubernetes': xm_local.Kubernetes}[settings.executor]
   async with experiment:
     (image,) = experiment.package(
-      [xm.Packageable(xm.Container(image_path=values.image), kind.Spec())]
+      [xm.Packageable(xm.Container(image_path=settings.image), kind.Spec())]
     )
     for job in jobs:
-      executor = kind(xm.JobRequirements(**requirements(values.executor)))
+      executor = kind(xm.JobRequirements(**requirements(settings)))
       name = kubernetes_name(job) or None
       await experiment.add(xm.Job(image, executor, name=name, args=job.arguments()))
 
 
-async def launch_on_cloud(experiment: Any, jobs: Sequence[sweep.Job]) -> None:
+async def launch_on_cloud(settings: Settings, experiment: Any, jobs: Sequence[sweep.Job]) -> None:
   """Adds one work unit per job to an experiment of XManager on Cloud."""
   from xmanager import xm, xm_cloud
   from xmanager.xm_local import executables
 
-  values = flags.FLAGS
-  constraints = xm_cloud.SchedulingConstraints(queue_name=values.queue)
+  constraints = xm_cloud.SchedulingConstraints(queue_name=settings.queue)
   async with experiment:
     for job in jobs:
-      image = executables.GoogleContainerRegistryImage(name='train', image_path=values.image)
+      image = executables.GoogleContainerRegistryImage(name='train', image_path=settings.image)
       # The client turns `args` into a mapping, which has no order and no flag twice. Attributes
       # with the names of its ExecutableSpec it takes as they are.
       image.args_list = job.arguments()  # ty: ignore[unresolved-attribute]
       executor = xm_cloud.KubernetesJobExecutor(
-        xm.JobRequirements(**requirements('cloud')), service_account=values.service_account
+        xm.JobRequirements(**requirements(settings)), service_account=settings.service_account
       )
       unit = xm_cloud.WorkUnitSettings(scheduling_constraints=constraints, notes=job.name or None)
       await experiment.add(xm.Job(image, executor, name='train'), settings=unit)
 
 
-def launch_gke(jobs: Sequence[sweep.Job]) -> None:
+def launch_gke(settings: Settings, jobs: Sequence[sweep.Job]) -> None:
   """Applies the JobSets in order; those before one that kubectl refuses stay applied."""
   for job in jobs:
-    document = render.to_yaml(jobset_of(job))
+    document = render.to_yaml(jobset_of(settings, job))
     applied = subprocess.run(['kubectl', 'apply', '-f', '-'], input=document, text=True)
     if applied.returncode:
       raise OSError(f'kubectl apply failed for {job.model_dir}; see its message above')
 
 
-def main(argv: Sequence[str]) -> None:
-  values = flags.FLAGS
-  with command_line.one_sentence_errors(argv):
-    jobs = sweep.make_jobs(
-      values.model_dir,
-      *command_line.gin_settings(),
-      values.heads,
-      values.sweep,
-      training_flags.given_flags(),
-    )
-    check_heads(values.heads)
-    check_flags(values.executor)
-    described = [description(index, job, len(jobs)) for index, job in enumerate(jobs)]
-    if values.dry_run:
-      print(*described, sep='\n')
-      return
-    if values.executor == 'gke':
-      launch_gke(jobs)
-      return
-    if values.executor == 'local':
-      sys.exit(launch_local(jobs))
-    if not importlib.util.find_spec('xmanager'):
-      raise ValueError(f"--executor={values.executor} needs XManager: pip install '.[launch]'")
-    if values.executor == 'cloud':
-      from xmanager import xm_cloud
+def run(settings: Settings) -> None:
+  """Launches all jobs, or prints them."""
+  jobs = sweep.make_jobs(
+    settings.model_dir,
+    *settings.gin,
+    settings.heads,
+    settings.sweep,
+    training_flags.given_flags(),
+  )
+  check_heads(settings.heads)
+  described = [description(settings, index, job, len(jobs)) for index, job in enumerate(jobs)]
+  if settings.dry_run:
+    print(*described, sep='\n')
+  elif settings.executor == 'gke':
+    launch_gke(settings, jobs)
+  elif settings.executor == 'local':
+    sys.exit(launch_local(settings, jobs))
+  elif not importlib.util.find_spec('xmanager'):
+    raise ValueError(f"--executor={settings.executor} needs XManager: pip install '.[launch]'")
+  elif settings.executor == 'cloud':
+    from xmanager import xm_cloud
 
-      asyncio.run(launch_on_cloud(xm_cloud.create_experiment(values.name), jobs))
-      return
+    asyncio.run(launch_on_cloud(settings, xm_cloud.create_experiment(settings.name), jobs))
+  else:
     from xmanager import xm_local
 
-    asyncio.run(launch_in_xmanager(xm_local.create_experiment(values.name), jobs))
+    asyncio.run(launch_in_xmanager(settings, xm_local.create_experiment(settings.name), jobs))
 
 
 if __name__ == '__main__':
-  command_line.run(main)
+  command_line.run_command(sys.modules[__name__])

@@ -20,54 +20,59 @@ from het_plugin.system import stopping
 if __name__ == '__main__':
   stopping.install()  # the imports below take seconds
 
-from collections.abc import Sequence
+import dataclasses
+import sys
 from pathlib import Path
-
-from absl import flags
+from typing import ClassVar
 
 from het_plugin.cli import command_line
-from het_plugin.cli.settings import Bindings
+from het_plugin.cli.settings import Bindings, JsonFile, Repeated
 from het_plugin.system import run_files
 from studies import study
 
 
-def define_flags() -> None:
-  Bindings.define_flags()
-  flags.FLAGS.set_default('allow_imports', ['studies'])  # of its own runs
-  flags.DEFINE_bool('list', False, 'Prints the names of the ablations.')
-  flags.DEFINE_string(
-    'output_dir', None, 'Where runs and results go. Default: runs/ablations/NAME.'
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Bindings, JsonFile):
+  """What of an ablation is run.
+
+  Attributes:
+    list: Prints the names of the ablations.
+    output_dir: Where runs and results go. Default: runs/ablations/NAME.
+    seeds: Seeds to use instead of those of the ablation.
+    cell: Label of a cell to compare; repeatable. Default: all.
+    json: Another place for results.json.
+  """
+
+  takes_words: ClassVar[bool] = True
+
+  list: bool = False
+  output_dir: str | None = None
+  seeds: tuple[int, ...] | None = None
+  cell: Repeated[str] = ()
+  allow_imports: tuple[str, ...] = ('studies',)  # of its own runs
+
+
+def run(settings: Settings) -> None:
+  """Runs what is missing, and writes the results after every seed."""
+  study.check_folder()
+  if settings.list:
+    print(study.listing())
+    return
+  if len(settings.words) != 1:
+    given = f', not {" ".join(settings.words)!r}' if settings.words else ''
+    raise ValueError(f'name one ablation{given}: {", ".join(study.names())}')
+  (name,) = settings.words
+  own, of_runs = study.split_bindings(settings.gin_bindings)
+  chosen = study.load(name, own, settings.gin_search_paths)
+  named = settings.output_dir or f'runs/ablations/{Path(name).stem}'
+  output_dir = run_files.local_folder('output_dir', named)
+  request = study.Request(
+    output_dir, of_runs, settings.gin_search_paths, settings.seeds, settings.cell or None
   )
-  flags.DEFINE_list('seeds', None, 'Seeds to use instead of those of the ablation.')
-  flags.DEFINE_multi_string('cell', None, 'Label of a cell to compare; repeatable. Default: all.')
-  flags.DEFINE_string('json', None, 'Another place for results.json.')
-
-
-def main(argv: Sequence[str]) -> None:
-  with command_line.one_sentence_errors():
-    study.check_folder()
-    if flags.FLAGS.list:
-      print(study.listing())
-      return
-    if len(argv) != 2:
-      given = f', not {" ".join(argv[1:])!r}' if argv[1:] else ''
-      raise ValueError(f'name one ablation{given}: {", ".join(study.names())}')
-    own, of_runs = study.split_bindings(flags.FLAGS.gin_bindings)
-    chosen = study.load(argv[1], own, flags.FLAGS.gin_search_paths)
-    named = flags.FLAGS.output_dir or f'runs/ablations/{Path(argv[1]).stem}'
-    output_dir = run_files.local_folder('output_dir', named)
-    seeds = flags.FLAGS.seeds
-    request = study.Request(
-      output_dir,
-      of_runs,
-      flags.FLAGS.gin_search_paths,
-      None if seeds is None else list(map(int, seeds)),
-      flags.FLAGS.cell,
-    )
-    for report in chosen.run(request):
-      print(f'\n{report.title}\n')
-      report.write('studies.ablate', json=flags.FLAGS.json, output_dir=output_dir)
+  for report in chosen.run(request):
+    print(f'\n{report.title}\n')
+    report.write('studies.ablate', json=settings.json, output_dir=output_dir)
 
 
 if __name__ == '__main__':
-  command_line.run(main)
+  command_line.run_command(sys.modules[__name__])

@@ -118,7 +118,7 @@ def _parsed_flags(main, *arguments):
   from het_plugin.cli import command_line
 
   before = set(flags.FLAGS)
-  getattr(main, 'Settings', main).define_flags()
+  main.Settings.define_flags()
   try:
     yield flags.FLAGS(command_line.rewrite_flags(['main', *map(str, arguments)]))
   finally:
@@ -162,20 +162,14 @@ def run_main(capsys):
   import gin
   from het_plugin.cli import command_line
 
-  def call(module, argv):
-    if hasattr(module, 'main'):
-      module.main(argv)
-    else:
-      command_line.call_command(module, argv)
-
   def run(module, *arguments, code=0):
     with _parsed_flags(module, *arguments) as argv:
       try:
         if not code:
-          call(module, argv)
+          command_line.call_command(module, argv)
           return capsys.readouterr().out
         with pytest.raises(SystemExit) as error:
-          call(module, argv)
+          command_line.call_command(module, argv)
       finally:
         gin.clear_config()
     assert error.value.code == code

@@ -1,19 +1,18 @@
 """Shared by all commands: gin flags as in t5x, one sentence for a wrong setting, logging."""
 
 import contextlib
-import functools
 import math
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 from absl import app, flags, logging
 
 from het_plugin import reporting
-from het_plugin.cli.settings import GinSettings, ReportFolder
+from het_plugin.cli.settings import ReportFolder
 from het_plugin.system import distributed, exit_codes, run_files, screen, terminal
 
 _FLAG_PREFIX = '--gin.'
@@ -32,18 +31,6 @@ _REPLACED = (*_WRITTEN, 'output', 'output_dir', 'write_pred_probs')
 # Modules whose flags --help shows.
 _SHARED = ('het_plugin.cli.settings', 'het_plugin.system')  # after those of the command
 _OURS = ('het_plugin', 'launch', 'benchmarks', 'studies', '__main__')
-
-
-def gin_settings() -> GinSettings:
-  """The values of the flags of `cli.settings.Gin`: files, bindings and search paths."""
-  values = flags.FLAGS
-  return values.gin_file, values.gin_bindings, values.gin_search_paths
-
-
-def check_unused(names: Sequence[str], beside: str) -> None:
-  """Raises ValueError if one of the flags is given, which have no effect beside something else."""
-  if given := [name for name in names if flags.FLAGS[name].present]:
-    raise ValueError(f'--{given[0]} has no effect on {beside}')
 
 
 def rewrite_flags(argv: Sequence[str]) -> list[str]:
@@ -165,20 +152,29 @@ def help_text(documentation: str) -> str:
   return '\n'.join(lines)
 
 
-def run(main: Callable[[Sequence[str]], None]) -> None:
-  """Runs the `main` of a script, with the flags of its `define_flags` and of all commands."""
-  module = sys.modules[main.__module__]
-  _start(main, module.define_flags, module.__doc__ or '')
-
-
 def run_command(command: ModuleType) -> None:
-  """Runs a module of `het_plugin.commands` with the flags of its `Settings`."""
-  call = functools.partial(call_command, command)
-  _start(call, command.Settings.define_flags, command.__doc__ or '')
+  """Runs a module that is a command: its `run` takes its `Settings`, whose fields are the flags."""
+  command.Settings.define_flags()
+  screen.define_flags()
+  if _HELP & set(sys.argv[1:]):
+    with one_sentence_errors():
+      print(help_text(command.__doc__ or ''), flush=True)
+    sys.exit(0)
+  if _unknown(sys.argv[1:]):  # JAX's, whose import takes half a second, or wrong
+    import jax
+
+    jax.config.parse_flags_with_absl()
+
+  def shown(argv: Sequence[str]) -> None:
+    screen.set_up()
+    with distributed.leaving():
+      call_command(command, argv)
+
+  app.run(shown, flags_parser=parse_flags)
 
 
 def call_command(command: ModuleType, argv: Sequence[str]) -> None:
-  """Calls a module of `het_plugin.commands`, whose flags are parsed, and writes its report."""
+  """Calls a command whose flags are parsed, and writes its report."""
   kind = command.Settings
   with one_sentence_errors(() if kind.takes_words else argv):
     given = kind.parsed(argv[1:])
@@ -191,27 +187,6 @@ def call_command(command: ModuleType, argv: Sequence[str]) -> None:
       others = given.chosen(*report.writers)
       name = kind.__module__.rpartition('.')[2]
       report.write(f'het_plugin.{name}', output_dir=folder, others=others, **places)
-
-
-def _start(
-  main: Callable[[Sequence[str]], None], define_flags: Callable[[], None], documentation: str
-) -> None:
-  define_flags()
-  screen.define_flags()
-  if _HELP & set(sys.argv[1:]):
-    with one_sentence_errors():
-      print(help_text(documentation), flush=True)
-    sys.exit(0)
-  if _unknown(sys.argv[1:]):  # JAX's, whose import takes half a second, or wrong
-    import jax
-
-    jax.config.parse_flags_with_absl()
-
-  def shown(argv: Sequence[str]) -> None:
-    screen.set_up()
-    distributed.leaving()(main)(argv)
-
-  app.run(shown, flags_parser=parse_flags)
 
 
 def _unknown(arguments: Sequence[str]) -> bool:

@@ -13,20 +13,28 @@ is wrong, or kubectl refuses the JobSet.
 """
 
 import collections
+import dataclasses
 import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from absl import flags
 
 from het_plugin.cli import command_line
 from launch import processes
 from launch.gke import render
 
 POLL_SECONDS = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(render.JobSettings):
+  """What is applied.
+
+  Attributes:
+    count: Print the number of slices that are ready.
+  """
+
+  count: bool = False
 
 
 def kubectl(namespace: str | None, *arguments: str, text: str | None = None) -> str:
@@ -41,7 +49,7 @@ def kubectl(namespace: str | None, *arguments: str, text: str | None = None) -> 
   return done.stdout
 
 
-def num_slices(settings: Mapping[str, Any]) -> int:
+def num_slices(settings: render.Pods) -> int:
   """Slices in the cluster whose nodes are all ready and take pods.
 
   A slice of several hosts is a node pool.
@@ -56,11 +64,13 @@ def num_slices(settings: Mapping[str, Any]) -> int:
   return sum(count // render.hosts_of(settings).count for count in ready.values())
 
 
-def attend(name: str, settings: Mapping[str, Any], document: Mapping[str, Any]) -> int:
-  """Applies a JobSet and waits for its end; returns the exit code."""
+def attend(settings: Settings) -> int:
+  """Applies the JobSet and waits for its end; returns the exit code."""
+  document = render.jobset(settings.name, settings, settings.job)
   stopped = threading.Event()
   processes.on_signals(lambda *_: stopped.set())
-  namespace = settings['namespace']
+  name = settings.name
+  namespace = settings.namespace
   # In the foreground, a deletion waits for the pods, which save.
   delete = 'delete', 'jobset', name, '--ignore-not-found', '--cascade=foreground', '--wait'
   kubectl(namespace, *delete)
@@ -77,21 +87,13 @@ def attend(name: str, settings: Mapping[str, Any], document: Mapping[str, Any]) 
   return processes.PREEMPTED
 
 
-def define_flags() -> None:
-  render.define_job_flags()
-  flags.DEFINE_bool('count', False, 'Print the number of slices that are ready.')
-
-
-def main(argv: Sequence[str]) -> None:
-  with command_line.one_sentence_errors(argv):
-    values = flags.FLAGS
-    if values.count:
-      print(num_slices(render.settings()))
-      return
-    document = render.jobset(values.name, render.settings(), render.job_of_flags())
-    code = attend(values.name, render.settings(), document)
-  sys.exit(code)
+def run(settings: Settings) -> None:
+  """Applies the JobSet and waits, or counts slices."""
+  if settings.count:
+    print(num_slices(settings))
+    return
+  sys.exit(attend(settings))
 
 
 if __name__ == '__main__':
-  command_line.run(main)
+  command_line.run_command(sys.modules[__name__])

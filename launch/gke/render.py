@@ -28,14 +28,14 @@ import string
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
-from absl import flags
 
 from het_plugin.cli import command_line, training_flags
-from het_plugin.cli.settings import Gin
+from het_plugin.cli.settings import CommandSettings, Gin, Repeated
 from het_plugin.planning import report, search, slices, worker
+from het_plugin.system.ranges import Count
 from launch import sweep
 from launch.processes import PREEMPTED
 
@@ -45,13 +45,88 @@ SPOT = 'cloud.google.com/gke-spot'
 MAX_NODES = 65_000  # of a cluster, https://cloud.google.com/kubernetes-engine/quotas
 
 
-def hosts_of(settings: Mapping[str, Any]) -> slices.Hosts:
-  return slices.hosts(
-    settings['topology'] or '', settings['num_slices'], settings['chips_per_host']
-  )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pods(CommandSettings):
+  """The pods of a run, and the slices that they are on.
+
+  Attributes:
+    image: Container image with het_plugin installed.
+    topology: TPU generation and shape of a slice in chips: v5e:4x4.
+    num_slices: Number of slices.
+    chips_per_host: 8 makes a 2x4 slice of v5e or v6e one host; default: two hosts of 4.
+    max_restarts: Number of restarts after failures; on GKE, preemptions do not count.
+    grace_seconds: Seconds from SIGTERM to SIGKILL.
+    namespace: Namespace in the cluster.
+    service_account: Kubernetes service account that may write gs://.
+    queue: LocalQueue of Kueue.
+    priority: WorkloadPriorityClass of Kueue.
+    spot: Use Spot VMs.
+    privileged: Run privileged pods, as root: TPU drivers need it.
+    node_selector: Additional node label, NAME=VALUE; repeatable.
+    env: Additional environment variable of the pods, NAME=VALUE; repeatable.
+  """
+
+  image: str = ''
+  topology: str | None = None
+  num_slices: Count = 1
+  chips_per_host: int | None = None
+  max_restarts: Annotated[int, '[0, inf)'] = 5
+  grace_seconds: Count = 300
+  namespace: str | None = None
+  service_account: str | None = None
+  queue: str | None = None
+  priority: str | None = None
+  spot: bool = False
+  privileged: bool = True
+  node_selector: Repeated[str] = ()
+  env: Repeated[str] = ()
 
 
-def node_selector(settings: Mapping[str, Any]) -> dict[str, str]:
+OF_PODS = tuple(Pods.__annotations__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobSettings(Pods, training_flags.Training, Gin):
+  """What a JobSet runs.
+
+  Attributes:
+    name: Name of the JobSet.
+    model_dir: gs:// folder of the run.
+  """
+
+  name: str = 'het-plugin'
+  model_dir: str = ''
+
+  @property
+  def job(self) -> sweep.Job:
+    """The run."""
+    train_flags = training_flags.given_flags()
+    (job,) = sweep.make_jobs(self.model_dir, *self.gin, train_flags=train_flags)
+    return job
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(JobSettings):
+  """What is printed.
+
+  Attributes:
+    output: File for the YAML; default: stdout.
+    format: What is printed.
+    plan: Compile the run first; write no job that does not fit.
+    search: With --plan: write a mesh and microbatches that fit.
+  """
+
+  output: str | None = None
+  format: Literal['jobset', 'xpk', 'trainjob'] = 'jobset'
+  plan: bool = False
+  search: bool = False
+
+
+def hosts_of(settings: Pods) -> slices.Hosts:
+  return slices.hosts(settings.topology or '', settings.num_slices, settings.chips_per_host)
+
+
+def node_selector(settings: Pods) -> dict[str, str]:
   """Labels of the nodes of a slice."""
   hosts = hosts_of(settings)
   selector = {
@@ -60,29 +135,29 @@ def node_selector(settings: Mapping[str, Any]) -> dict[str, str]:
   }
   if slices.num_chips(hosts.shape) == 8:  # one host or two: both have the labels above
     selector['node.kubernetes.io/instance-type'] = hosts.machine
-  if settings['spot']:
+  if settings.spot:
     selector[SPOT] = 'true'
-  return selector | pairs('node_selector', settings['node_selector'])
+  return selector | pairs('node_selector', settings.node_selector)
 
 
-def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, Any]:
-  """Fills launch/gke/jobset.yaml with `settings()` and what the job runs.
+def jobset(name: str, settings: Pods, job: sweep.Job) -> dict[str, Any]:
+  """Fills launch/gke/jobset.yaml with settings and what the job runs.
 
   Raises:
     ValueError: a name, topology, folder or number is not possible; one sentence says which.
   """
-  num_slices = settings['num_slices']
+  num_slices = settings.num_slices
   hosts = hosts_of(settings)
   _check(name, settings, job, hosts.count)
   tolerations = [{'key': 'google.com/tpu', 'operator': 'Exists', 'effect': 'NoSchedule'}]
-  if settings['spot']:
+  if settings.spot:
     tolerations += [{'key': SPOT, 'operator': 'Equal', 'value': 'true', 'effect': 'NoSchedule'}]
   # With 'tpu,cpu' a pod without its TPU fails. Otherwise JAX would train on the CPU.
-  env = {'JAX_PLATFORMS': 'tpu,cpu', **pairs('env', settings['env'])}
+  env = {'JAX_PLATFORMS': 'tpu,cpu', **pairs('env', settings.env)}
   # One replica of the parameters per slice (docs/scale.md), unless the job binds another number.
   replicas = [f'--gin.PjitPartitioner.num_replicas={num_slices}']
   arguments = [*(replicas if num_slices > 1 else []), *job.arguments()]
-  values = dict(settings) | {
+  values = settings.chosen(*OF_PODS) | {
     'name': name,
     'hosts': hosts.count,
     'preempted': PREEMPTED,
@@ -94,7 +169,7 @@ def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, 
     'chips_per_host': hosts.chips,
     # TPU drivers lock more memory than an ordinary container may:
     # https://cloud.google.com/kubernetes-engine/docs/how-to/tpus#privileged-mode
-    'security': {'privileged': True, 'runAsUser': 0} if settings['privileged'] else None,
+    'security': {'privileged': True, 'runAsUser': 0} if settings.privileged else None,
   }
   # JSON is YAML, so values need no quoting of their own.
   text = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
@@ -111,27 +186,26 @@ def _without_nulls(node: Any) -> Any:
   return {name: value for name, value in kept.items() if value is not None and value != {}}
 
 
-def _check(name: str, settings: Mapping[str, Any], job: sweep.Job, hosts: int) -> None:
+def _check(name: str, settings: Pods, job: sweep.Job, hosts: int) -> None:
   if not re.fullmatch(r'[a-z]([a-z0-9-]*[a-z0-9])?', name):
     raise ValueError(
       f'--name={name} must be lower-case letters, digits and hyphens, a letter first'
     )
   # Kubernetes names the pods NAME-slice-SLICE-HOST-abcde, with at most 63 characters.
-  last = f'{name}-slice-{settings["num_slices"] - 1}-{hosts - 1}-abcde'
+  last = f'{name}-slice-{settings.num_slices - 1}-{hosts - 1}-abcde'
   if len(last) > 63:
     raise ValueError(f'--name={name} is {len(last) - 63} characters too long for its pods')
-  if (nodes := settings['num_slices'] * hosts) > MAX_NODES:
+  if (nodes := settings.num_slices * hosts) > MAX_NODES:
     raise ValueError(
-      f'--num_slices={settings["num_slices"]} takes {nodes} nodes; a cluster has at most '
-      f'{MAX_NODES}'
+      f'--num_slices={settings.num_slices} takes {nodes} nodes; a cluster has at most {MAX_NODES}'
     )
   texts = job.arguments()
-  for flag, value in settings.items():
-    values = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+  for flag, value in settings.chosen(*OF_PODS).items():
+    values = [value] if isinstance(value, str) else value if isinstance(value, tuple) else []
     texts += [f'--{flag}={text}' for text in values]
   if unprintable := [text for text in texts if not text.isprintable()]:
     raise ValueError(f'{unprintable[0]!r} has a control character or a line break')
-  if not settings['image']:
+  if not settings.image:
     raise ValueError('--image is empty: name the container image that launch/Dockerfile built')
   if not re.match(r'gs://[a-z0-9]', job.model_dir):
     raise ValueError(
@@ -140,7 +214,7 @@ def _check(name: str, settings: Mapping[str, Any], job: sweep.Job, hosts: int) -
     )
 
 
-def node_pools(name: str, settings: Mapping[str, Any]) -> list[str]:
+def node_pools(name: str, settings: Pods) -> list[str]:
   """Commands that create the node pools of the JobSet, one per slice."""
   hosts = hosts_of(settings)
   commands = []
@@ -154,16 +228,16 @@ def node_pools(name: str, settings: Mapping[str, Any]) -> list[str]:
       )
       placement = [f'--placement-policy={name}']
   options = [f'--machine-type={hosts.machine}', f'--num-nodes={hosts.count}', *placement]
-  if settings['spot']:
+  if settings.spot:
     options.append('--spot')
   return commands + [
     f'gcloud container node-pools create {name}-{index} --cluster=CLUSTER --location=REGION '
     f'--node-locations=ZONE {" ".join(options)}'
-    for index in range(settings['num_slices'])
+    for index in range(settings.num_slices)
   ]
 
 
-def xpk_command(name: str, settings: Mapping[str, Any], job: sweep.Job) -> str:
+def xpk_command(name: str, settings: Pods, job: sweep.Job) -> str:
   """The command line of xpk for the JobSet; xpk restarts after exit code 42 by itself.
 
   Raises:
@@ -173,25 +247,25 @@ def xpk_command(name: str, settings: Mapping[str, Any], job: sweep.Job) -> str:
   spec = jobset(name, settings, job)['spec']['replicatedJobs'][0]['template']['spec']
   container = spec['template']['spec']['containers'][0]
   for unknown in ('service_account', 'queue', 'node_selector', 'chips_per_host'):
-    if settings[unknown]:
+    if getattr(settings, unknown):
       raise ValueError(f'--{unknown} is for --format=jobset: xpk has its own')
-  if not settings['privileged']:
+  if not settings.privileged:
     raise ValueError('--privileged=false is for --format=jobset: the pods of xpk are privileged')
-  if settings['priority'] not in (None, *XPK_PRIORITIES):
+  if settings.priority not in (None, *XPK_PRIORITIES):
     raise ValueError(
-      f'--priority={settings["priority"]} must be one of {", ".join(XPK_PRIORITIES)} with xpk'
+      f'--priority={settings.priority} must be one of {", ".join(XPK_PRIORITIES)} with xpk'
     )
   hosts = hosts_of(settings)
   options = {
     'cluster': 'CLUSTER',
     'workload': name,
     'tpu-type': slices.xpk_type(hosts.generation, hosts.shape),
-    'num-slices': settings['num_slices'],
-    'docker-image': settings['image'],
-    'max-restarts': settings['max_restarts'],
-    'termination-grace-period-seconds': settings['grace_seconds'],
-    'priority': settings['priority'],
-    'namespace': settings['namespace'],
+    'num-slices': settings.num_slices,
+    'docker-image': settings.image,
+    'max-restarts': settings.max_restarts,
+    'termination-grace-period-seconds': settings.grace_seconds,
+    'priority': settings.priority,
+    'namespace': settings.namespace,
     'command': shlex.join(
       [*container['command'], *(x.replace('$$', '$') for x in container['args'])]
     ),
@@ -199,11 +273,11 @@ def xpk_command(name: str, settings: Mapping[str, Any], job: sweep.Job) -> str:
   words = ['xpk', 'workload', 'create']
   words += [f'--{flag}={value}' for flag, value in options.items() if value is not None]
   words += [f'--env={x["name"]}={x["value"]}' for x in container['env']]
-  words += ['--spot'] if settings['spot'] else []
+  words += ['--spot'] if settings.spot else []
   return shlex.join(words) + '\n'
 
 
-def train_job(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, Any]:
+def train_job(name: str, settings: Pods, job: sweep.Job) -> dict[str, Any]:
   """The TrainJob of Kubeflow Trainer 2.3 or newer for the JobSet.
 
   Its runtime jax-distributed sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
@@ -212,9 +286,9 @@ def train_job(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[st
   Raises:
     ValueError: as in `jobset`, or there are several slices.
   """
-  if settings['num_slices'] > 1:
+  if settings.num_slices > 1:
     raise ValueError(
-      f'--num_slices={settings["num_slices"]}: a TrainJob has one slice; use --format=jobset'
+      f'--num_slices={settings.num_slices}: a TrainJob has one slice; use --format=jobset'
     )
   document = jobset(name, settings, job)
   spec = document['spec']['replicatedJobs'][0]['template']['spec']
@@ -257,9 +331,7 @@ def train_job(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[st
   }
 
 
-def planned(
-  settings: Mapping[str, Any], job: sweep.Job, is_searched: bool
-) -> tuple[sweep.Job, str]:
+def planned(settings: Pods, job: sweep.Job, is_searched: bool) -> tuple[sweep.Job, str]:
   """Compiles the run of a job for its slices.
 
   Returns:
@@ -268,10 +340,10 @@ def planned(
   Raises:
     ValueError: the run does not fit, or a setting is wrong.
   """
-  topology = settings['topology']
+  topology = settings.topology
   bindings = list(job.gin_bindings)
   request = worker.Request(
-    job.gin_files, bindings, job.gin_search_paths, topology, num_slices=settings['num_slices']
+    job.gin_files, bindings, job.gin_search_paths, topology, num_slices=settings.num_slices
   )
   plan = worker.compile_in_process(request)
   if is_searched:
@@ -306,101 +378,28 @@ RENDERERS = {
 }
 
 
-def define_settings_flags() -> None:
-  """Flags of the JobSet beside --name and --model_dir; `settings` are their values."""
-  flags.DEFINE_string('image', '', 'Container image with het_plugin installed.')
-  flags.DEFINE_string('topology', None, 'TPU generation and shape of a slice in chips: v5e:4x4.')
-  flags.DEFINE_integer('num_slices', 1, 'Number of slices.', lower_bound=1)
-  flags.DEFINE_integer(
-    'chips_per_host', None, '8 makes a 2x4 slice of v5e or v6e one host; default: two hosts of 4.'
-  )
-  flags.DEFINE_integer(
-    'max_restarts',
-    5,
-    'Number of restarts after failures; on GKE, preemptions do not count.',
-    lower_bound=0,
-  )
-  flags.DEFINE_integer('grace_seconds', 300, 'Seconds from SIGTERM to SIGKILL.', lower_bound=1)
-  flags.DEFINE_string('namespace', None, 'Namespace in the cluster.')
-  flags.DEFINE_string('service_account', None, 'Kubernetes service account that may write gs://.')
-  flags.DEFINE_string('queue', None, 'LocalQueue of Kueue.')
-  flags.DEFINE_string('priority', None, 'WorkloadPriorityClass of Kueue.')
-  flags.DEFINE_bool('spot', False, 'Use Spot VMs.')
-  flags.DEFINE_bool('privileged', True, 'Run privileged pods, as root: TPU drivers need it.')
-  flags.DEFINE_multi_string('node_selector', [], 'Additional node label, NAME=VALUE; repeatable.')
-  flags.DEFINE_multi_string(
-    'env', [], 'Additional environment variable of the pods, NAME=VALUE; repeatable.'
-  )
-
-
-SETTINGS = (
-  'image',
-  'topology',
-  'num_slices',
-  'chips_per_host',
-  'max_restarts',
-  'grace_seconds',
-  'namespace',
-  'spot',
-  'service_account',
-  'queue',
-  'priority',
-  'privileged',
-  'node_selector',
-  'env',
-)
-
-
-def settings() -> dict[str, Any]:
-  return {name: flags.FLAGS[name].value for name in SETTINGS}
-
-
-def define_job_flags() -> None:
-  """Flags of one JobSet."""
-  Gin.define_flags()
-  training_flags.Training.define_flags()
-  define_settings_flags()
-  flags.DEFINE_string('name', 'het-plugin', 'Name of the JobSet.')
-  flags.DEFINE_string('model_dir', '', 'gs:// folder of the run.')
-
-
-def job_of_flags() -> sweep.Job:
-  values = flags.FLAGS
-  given = command_line.gin_settings()
-  (job,) = sweep.make_jobs(values.model_dir, *given, train_flags=training_flags.given_flags())
-  return job
-
-
-def define_flags() -> None:
-  define_job_flags()
-  flags.DEFINE_string('output', None, 'File for the YAML; default: stdout.')
-  flags.DEFINE_enum('format', 'jobset', list(RENDERERS), 'What is printed.')
-  flags.DEFINE_bool('plan', False, 'Compile the run first; write no job that does not fit.')
-  flags.DEFINE_bool('search', False, 'With --plan: write a mesh and microbatches that fit.')
-
-
-def main(argv: Sequence[str]) -> None:
-  with command_line.one_sentence_errors(argv):
-    values = flags.FLAGS
-    job = job_of_flags()
-    lines = []
-    if values.search and not values.plan:
-      raise ValueError('--search has an effect only with --plan')
-    if values.format == 'trainjob' and values['max_restarts'].present:
-      raise ValueError('--max_restarts has no effect on a TrainJob: its runtime has a setting')
-    if values.plan:
-      jobset(values.name, settings(), job)  # refuses wrong settings before it compiles
-      with contextlib.redirect_stdout(sys.stderr):  # stdout is the job's
-        job, line = planned(settings(), job, values.search)
-      lines.append(f'plan: {line}')
-    lines += node_pools(values.name, settings()) if values.format != 'xpk' else []
-    comments = ''.join(f'# {line}\n' for line in lines)
-    text = f'{comments}{RENDERERS[values.format](values.name, settings(), job)}'
-    if values.output:
-      Path(values.output).write_text(text)
-    else:
-      sys.stdout.write(text)
+def run(settings: Settings) -> None:
+  """Prints or writes the job."""
+  job = settings.job
+  name = settings.name
+  lines = []
+  if settings.search and not settings.plan:
+    raise ValueError('--search has an effect only with --plan')
+  if settings.format == 'trainjob':
+    settings.refuse(['max_restarts'], 'a TrainJob: its runtime has a setting')
+  if settings.plan:
+    jobset(name, settings, job)  # refuses wrong settings before it compiles
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is the job's
+      job, line = planned(settings, job, settings.search)
+    lines.append(f'plan: {line}')
+  lines += node_pools(name, settings) if settings.format != 'xpk' else []
+  comments = ''.join(f'# {line}\n' for line in lines)
+  text = f'{comments}{RENDERERS[settings.format](name, settings, job)}'
+  if settings.output:
+    Path(settings.output).write_text(text)
+  else:
+    sys.stdout.write(text)
 
 
 if __name__ == '__main__':
-  command_line.run(main)
+  command_line.run_command(sys.modules[__name__])

@@ -24,7 +24,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import scipy.stats
@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 GRID = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 5.0)  # appendix G.1
 BOUNDS = (0.05, 5.0)
+Temperature = Annotated[float, f'[{BOUNDS[0]}, {BOUNDS[1]}]']
 # A fixed tau is a parameter that does not move, so all such trainings share one compiled program.
 # Its range is wider than BOUNDS, because eq. 16 reaches the ends at infinity only.
 _FIXED_RANGE = (0.025, 10.0)
@@ -91,19 +92,11 @@ def parse_methods(names: Sequence[str]) -> list[str]:
   return [row for row in ROWS if row in chosen]
 
 
-def parse_grid(values: Sequence[str]) -> list[float]:
-  """Parses temperatures; ValueError if one is repeated or outside the range that is searched."""
-  low, high = BOUNDS
-  try:
-    grid = [float(value) for value in values]
-  except ValueError as error:
-    raise ValueError(f'--grid={",".join(values)} must be numbers') from error
-  if not grid or not all(low <= tau <= high for tau in grid):
-    raise ValueError(f'--grid={",".join(values)} must be temperatures in [{low}, {high}]')
+def check_grid(grid: Sequence[float]) -> None:
+  """Raises ValueError if a temperature is repeated."""
   names = [f'{tau:g}' for tau in grid]  # as in the folders of the trainings
   if repeated := [name for name in names if names.count(name) > 1]:
-    raise ValueError(f'--grid={",".join(values)} has {repeated[0]} twice')
-  return grid
+    raise ValueError(f'--grid={",".join(names)} has {repeated[0]} twice')
 
 
 def suggest(taus: Sequence[float], nlls: Sequence[float], count: int, seed: int) -> list[float]:

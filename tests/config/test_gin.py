@@ -313,7 +313,6 @@ def test_flags_become_bindings():
     ('--gin.MODEL_DIR', '--gin.MODEL_DIR lacks its value: write --gin.MODEL_DIR=VALUE'),
     ('--watch=nan', '--watch=nan must be a finite number'),
     ('--watch=inf', '--watch=inf must be a finite number'),
-    ('--watch=0', '0.0'),
     ('--json=docs', '--json=docs is a folder: name a file, such as results.json'),
   ],
 )

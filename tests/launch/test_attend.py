@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from het_plugin.cli import command_line
 from launch import supervise
 from launch.gke import attend
 from tests.launch import kubernetes_api
@@ -79,7 +80,7 @@ def test_the_end_of_a_jobset_has_a_code(cluster, parsed_flags, monkeypatch, stat
   monkeypatch.setattr(attend.processes, 'on_signals', lambda handler: None)
   (cluster / 'state').write_text(json.dumps({'terminalState': state}))
   with parsed_flags(attend, *JOB, '--namespace=team') as argv, pytest.raises(SystemExit) as ended:
-    attend.main(argv)
+    command_line.call_command(attend, argv)
   assert ended.value.code == code
   assert yaml.safe_load((cluster / 'jobset.yaml').read_text())['metadata']['name'] == 'birds'
   calls = [line.split()[0] for line in (cluster / 'calls').read_text().splitlines()]

@@ -16,22 +16,7 @@ from launch import sweep
 from launch.gke import render
 from launch.processes import PREEMPTED
 
-SETTINGS = {
-  'image': 'registry/het_plugin:1',
-  'topology': 'v5e:4x4',
-  'num_slices': 1,
-  'chips_per_host': None,
-  'max_restarts': 5,
-  'grace_seconds': 300,
-  'namespace': None,
-  'service_account': None,
-  'queue': None,
-  'priority': None,
-  'spot': False,
-  'privileged': True,
-  'node_selector': [],
-  'env': [],
-}
+PODS = render.Pods(image='registry/het_plugin:1', topology='v5e:4x4')
 (JOB,) = sweep.make_jobs('gs://bucket/run', ['gin/runs/digits_smoke.gin'], ['A.flag = True'])
 
 # Fields of the JobSet API (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2)
@@ -107,7 +92,7 @@ def conform(value, form, path='JobSet'):
 
 def rendered(job=JOB, name='het-xl', **changes):
   """A JobSet, written as YAML and read again."""
-  text = render.to_yaml(render.jobset(name, SETTINGS | changes, job))
+  text = render.to_yaml(render.jobset(name, dataclasses.replace(PODS, **changes), job))
   return yaml.safe_load(text)
 
 
@@ -126,8 +111,8 @@ EVERYTHING = {
   'priority': 'high',
   'spot': True,
   'privileged': False,
-  'node_selector': ['cloud.google.com/reservation-name=ours'],
-  'env': ['NUMBER=1', 'FLAG=true'],
+  'node_selector': ('cloud.google.com/reservation-name=ours',),
+  'env': ('NUMBER=1', 'FLAG=true'),
 }
 
 
@@ -200,7 +185,7 @@ def test_one_pod_per_host_and_one_job_per_slice(
   ],
 )
 def test_commands_create_a_node_pool_per_slice(changes, commands):
-  assert render.node_pools('x', SETTINGS | changes) == commands
+  assert render.node_pools('x', dataclasses.replace(PODS, **changes)) == commands
 
 
 def test_a_preemption_restarts_all_and_does_not_count():
@@ -255,7 +240,7 @@ def test_kueue_has_its_labels():
 )
 def test_xpk_gets_the_same_command(topology, name):
   changes = {'topology': topology, 'num_slices': 2, 'priority': 'high', 'spot': True}
-  settings = SETTINGS | changes
+  settings = dataclasses.replace(PODS, **changes)
   job = sweep.make_jobs('gs://bucket/run', ['x.gin'], ["a = '$x y'"])[0]
   words = shlex.split(render.xpk_command('het-xl', settings, job))
   assert words[:3] == ['xpk', 'workload', 'create'] and words.pop() == '--spot'
@@ -283,7 +268,7 @@ def test_xpk_gets_the_same_command(topology, name):
 )
 def test_what_xpk_cannot_do_is_one_sentence(changes, words):
   with pytest.raises(ValueError, match=words):
-    render.xpk_command('het-xl', SETTINGS | changes, JOB)
+    render.xpk_command('het-xl', dataclasses.replace(PODS, **changes), JOB)
 
 
 def test_xpk_knows_the_names_of_all_slices():
@@ -308,7 +293,7 @@ def test_xpk_takes_the_command(tmp_path):
     pytest.skip('xpk is not installed')
   changes = {'num_slices': 2, 'priority': 'high', 'namespace': 'team', 'spot': True}
   job = sweep.make_jobs('gs://bucket/run', ['x.gin'], ["a = '$x y'"])[0]
-  words = shlex.split(render.xpk_command('het-xl', SETTINGS | changes, job))
+  words = shlex.split(render.xpk_command('het-xl', dataclasses.replace(PODS, **changes), job))
   words = [str(xpk), *words[1:], '--project=p', '--zone=us-east5-a', '--dry-run']
   words = [word.replace('=CLUSTER', '=c') for word in words]
   file = tmp_path / 'jobset.yaml'
@@ -373,7 +358,7 @@ spec:
 
 def test_a_train_job_of_kubeflow_has_the_parts_of_the_jobset():
   changes = EVERYTHING | {'num_slices': 1, 'privileged': True}
-  document = render.train_job('het-xl', SETTINGS | changes, JOB)
+  document = render.train_job('het-xl', dataclasses.replace(PODS, **changes), JOB)
   conform(document, TRAIN_JOB, 'TrainJob')
   _, pod, container = parts(rendered(**changes))
   trainer = document['spec']['trainer']
@@ -385,7 +370,7 @@ def test_a_train_job_of_kubeflow_has_the_parts_of_the_jobset():
   assert placed['containers'][0]['securityContext'] == container['securityContext']
   assert document['metadata']['labels']['kueue.x-k8s.io/queue-name'] == 'tpus'
   with pytest.raises(ValueError, match='--num_slices=2: a TrainJob has one slice'):
-    render.train_job('het-xl', SETTINGS | {'num_slices': 2}, JOB)
+    render.train_job('het-xl', dataclasses.replace(PODS, num_slices=2), JOB)
 
 
 def test_spot_and_reservations_are_node_labels():
@@ -414,7 +399,7 @@ def test_spot_and_reservations_are_node_labels():
     ({'name': 'Het_XL'}, '--name=Het_XL '),
     ({'image': ''}, '--image .*launch/Dockerfile'),
     ({'num_slices': 10**6}, '--num_slices=1000000 .*4000000'),
-    ({'env': ['A=\x7f']}, r"--env=A=\\x7f' "),
+    ({'env': ('A=\x7f',)}, r"--env=A=\\x7f' "),
     ({'image': 'a\nb'}, r"--image=a\\nb' "),
   ],
 )

@@ -147,12 +147,11 @@ sys.exit(int(seed))
 """
 
 
-def test_a_local_sweep_ends_with_a_table(tmp_path, monkeypatch, parsed_flags, capsys):
+def test_a_local_sweep_ends_with_a_table(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(sweep, 'TRAIN', ('-c', TRAIN))
   monkeypatch.setattr(xm_launch.processes, 'on_signals', lambda _: None)
   jobs = sweep.make_jobs(str(tmp_path), ['x.gin'], sweeps=['RANDOM_SEED=0,1'])
-  with parsed_flags(xm_launch, '--max_parallel=2'):
-    assert xm_launch.launch_local(jobs) == 1
+  assert xm_launch.launch_local(xm_launch.Settings(max_parallel=2), jobs) == 1
   table = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
   assert table == [
     ['run', 'exit', 'code', 'step', 'nll'],
@@ -165,7 +164,7 @@ def test_a_local_sweep_ends_with_a_table(tmp_path, monkeypatch, parsed_flags, ca
 @pytest.mark.parametrize('read', [True, False])  # Ctrl-C ends a reader such as tee, too
 def test_ctrl_c_lets_the_running_jobs_save(read, tmp_path):
   code = f'from launch import sweep, xm_launch as x\nsweep.TRAIN = ("-c", {TRAIN!r})\n'
-  code += 'x.command_line.run(x.main)'
+  code += 'x.command_line.run_command(x)'
   arguments = [*RUN, f'--model_dir={tmp_path}', '--sweep=RANDOM_SEED=2,0']
   process = subprocess.Popen(
     [sys.executable, '-c', code, *arguments], cwd=ROOT, env=environment(tmp_path),
@@ -200,18 +199,17 @@ def test_a_sweep_trains_here(tmp_path):
   ],
 )
 @needs_xmanager
-def test_jobs_in_xmanager_have_the_requirements_and_arguments(executor, requirements, monkeypatch):
+def test_jobs_in_xmanager_have_the_requirements_and_arguments(executor, requirements):
   from xmanager import xm, xm_mock
 
-  settings = {'image': 'i', 'executor': executor, 'topology': None, 'resources': []}
-  if executor == 'vertex':
-    settings['topology'] = 'v3:2x2'
-  else:
-    settings['resources'] = ['a100=4', 'cpu=16']
-  monkeypatch.setattr(xm_launch.flags, 'FLAGS', type('Values', (), settings))
+  settings = xm_launch.Settings(
+    image='i',
+    executor=executor,
+    **{'topology': 'v3:2x2'} if executor == 'vertex' else {'resources': ('a100=4', 'cpu=16')},
+  )
   jobs = sweep.make_jobs('gs://b/x', ['x.gin'], ['A.flag = True'], sweeps=['A.none=None,False'])
   experiment = xm_mock.MockExperiment()
-  asyncio.run(xm_launch.launch_in_xmanager(experiment, jobs))
+  asyncio.run(xm_launch.launch_in_xmanager(settings, experiment, jobs))
   launched = experiment.launched_jobs
   assert [job.args.to_list() for job in launched] == [
     xm.merge_args(job.arguments()).to_list() for job in jobs

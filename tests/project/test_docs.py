@@ -75,18 +75,14 @@ def defined_flags(main):
   flags = {'verbosity', 'verbose', 'help'}
   if main.startswith('het_plugin/'):
     return flags | flags_of(f'het_plugin.commands.{Path(main).stem}', 'Settings')
-  for kind in re.findall(r'(\w+)\.define_flags\(\)', text):
-    module = re.search(rf'^from ([\w.]+) import .*\b{kind}\b', text, re.M)
-    if module and module[1] == 'het_plugin.cli.settings':
-      flags |= flags_of(module[1], kind)
-  if 'training_flags.Training' in text:
-    flags |= flags_of('het_plugin.cli.training_flags', 'Training')
-  flags |= set(re.findall(r"(?:flags\.DEFINE_\w+\(|\.add_argument\()\s*'(?:--)?(\w+)'", text))
+  if 'class Settings(' in text:
+    return flags | flags_of(main.removesuffix('.py').replace('/', '.'), 'Settings')
+  flags |= set(re.findall(r"\.add_argument\(\s*'(?:--)?(\w+)'", text))
   for module, names in re.findall(r'^from ([\w.]+) import (\([^)]*\)|.*)', text, re.M):
     for name in ('', *re.findall(r'\w+', names)):
       path = '/'.join(filter(None, (*module.split('.'), name))) + '.py'
       is_script = (ROOT / path).is_file() and not path.startswith('het_plugin/')
-      if is_script and 'flags' in (ROOT / path).read_text():
+      if is_script and 'add_argument' in (ROOT / path).read_text():
         flags |= defined_flags(path)
   return flags
 

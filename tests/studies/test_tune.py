@@ -74,7 +74,7 @@ def test_wrong_settings_are_one_sentence(run, caplog):
     ({'method': 'newton'}, '--method=newton is unknown'),
     ({'grid': '0.2'}, '--grid has no effect on --method=simple_training: add grid'),
     ({'method': 'grid', 'rounds': 2}, '--rounds has no effect on --method=grid:validation,'),
-    ({'method': 'grid', 'grid': '0.2,0.1,0.20'}, '--grid=0.2,0.1,0.20 has 0.2 twice'),
+    ({'method': 'grid', 'grid': '0.2,0.1,0.20'}, '--grid=0.2,0.1,0.2 has 0.2 twice'),
     ({'gin.FULL_SPLIT': "'all'"}, "FULL_SPLIT='all': "),
     ({'gin.RANDOM_SEED': 7}, 'RANDOM_SEED = 7 has no effect: the study binds it for every run'),
     (

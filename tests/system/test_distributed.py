@@ -74,13 +74,11 @@ def test_clusters(environment, platforms, expected):
 
 
 JOIN = """
+import sys
 from het_plugin.cli import command_line
-from het_plugin.cli.settings import Processes
-define_flags = Processes.define_flags
-def main(argv):
-  with command_line.one_sentence_errors():
-    Processes.parsed().join()
-command_line.run(main)
+from het_plugin.cli.settings import Processes as Settings
+run = Settings.join
+command_line.run_command(sys.modules['__main__'])
 """
 
 
@@ -127,27 +125,25 @@ def test_a_cluster_that_jax_does_not_know_is_one_sentence():
 
 
 FAULTY = """
-import os, signal, sys, time
-from absl import flags
+import dataclasses, os, signal, sys
 from het_plugin.cli import command_line
 from het_plugin.cli.settings import Processes
-def main(argv):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Processes):
+  fault: str = ''
+  culprit: int = 1
+def run(settings):
   import jax, numpy as np
   from jax.experimental import multihost_utils
-  with command_line.one_sentence_errors():
-    Processes.parsed().join()
+  settings.join()
+  multihost_utils.process_allgather(np.ones(1))
+  if jax.process_index() == settings.culprit:
+    if settings.fault == 'raise':
+      raise RuntimeError('no such number')
+    os.kill(os.getpid(), getattr(signal, settings.fault))
+  while True:
     multihost_utils.process_allgather(np.ones(1))
-    if jax.process_index() == flags.FLAGS.culprit:
-      if flags.FLAGS.fault == 'raise':
-        raise RuntimeError('no such number')
-      os.kill(os.getpid(), getattr(signal, flags.FLAGS.fault))
-    while True:
-      multihost_utils.process_allgather(np.ones(1))
-def define_flags():
-  flags.DEFINE_string('fault', '', '')
-  flags.DEFINE_integer('culprit', 1, '')
-  Processes.define_flags()
-command_line.run(main)
+command_line.run_command(sys.modules['__main__'])
 """
 
 
