@@ -77,9 +77,9 @@ class Settings(Gin, Batches, ResultFiles):
   names: tuple[str, ...] | None = None
   results: Repeated[str] = ()
   protocol: Annotated[str, OneOf(tuple(fewshot.PROTOCOLS))] = 'loo'
-  classifier: Annotated[str, OneOf(fewshot.CLASSIFIERS)] | None = None
-  draw: Annotated[str, OneOf(fewshot.DRAWS)] | None = None
-  l2: Annotated[float | str, OneOf(fewshot.L2_RULES)] | None = None
+  classifier: fewshot.Classifier | None = None
+  draw: fewshot.Draw | None = None
+  l2: fewshot.L2 | None = None
   shots: tuple[Count | Literal['all'], ...] = (1, 5, 10, 25)
   fractions: tuple[Annotated[float, '(0, 1)'], ...] = ()
   seeds: tuple[int, ...] = (0, 1, 2)

@@ -241,7 +241,7 @@ def _training(
   return experiments.trainings.Training([*files, *gin_files], bindings, search_paths)
 
 
-def _accuracy(read: Rows, k: Sequence[int], metric: str) -> float:
+def _accuracy(read: Rows, k: Sequence[int], metric: knn.Metric) -> float:
   """The proxy; of several labels it takes the most frequent one, as the ensemble does."""
   label = votes.majority(read.labels, read.label_weight)
   return knn.knn_accuracy(read.features, label, ks=k, metric=metric)[k[0]]

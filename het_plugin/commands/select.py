@@ -25,7 +25,7 @@ import numpy as np
 
 from het_plugin import evaluation, measures, reporting, runs
 from het_plugin import rows as rows_lib
-from het_plugin.cli.settings import Gin, OneOf, Repeated, ResultFiles
+from het_plugin.cli.settings import Gin, Repeated, ResultFiles
 from het_plugin.evaluation.names import naming
 from het_plugin.measures import fewshot, greedy_ensemble, votes
 from het_plugin.measures import knn as neighbors
@@ -62,7 +62,7 @@ class Choice(Gin, ResultFiles):
 
   names: tuple[str, ...] | None = None
   k: Annotated[tuple[Count, ...], NOT_EMPTY] = (1,)
-  metric: Annotated[str, OneOf(neighbors.METRICS)] = 'euclidean'
+  metric: neighbors.Metric = 'euclidean'
   keep: str = '1'
   max_members: Count = 10
   replacement: bool = True

@@ -143,9 +143,9 @@ class FewShotAction(PeriodicAction):
   datasets: Sequence[fewshot_data.FewShotDataset] = fewshot_data.DEFAULT_DATASETS
   shots: Sequence[int] = (1, 5, 10, 25)
   seeds: Sequence[int] = (0, 1, 2)
-  l2: float | str = 'loo'
-  classifier: str = 'ridge'
-  draw: str = 'random'
+  l2: fewshot.L2 = 'loo'
+  classifier: fewshot.Classifier = 'ridge'
+  draw: fewshot.Draw = 'random'
   layer: str = 'pre_logits'
 
   def __post_init__(self):

@@ -45,37 +45,34 @@ baselines/jft/fewshot_utils.py (https://github.com/google/uncertainty-baselines)
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
 from het_plugin.measures import logistic, ridge
+from het_plugin.system import ranges
 
 L2_GRID = tuple(2.0**k for k in range(-10, 20))
 BIG_VISION_L2 = 2.0**10
 MAX_LEFT_OUT = 4096  # gives an accuracy a standard error of at most 0.008
 _BLOCK_ROWS = 8192
-CLASSIFIERS = ('ridge', 'logistic')
-DRAWS = ('random', 'first')
 MEAN_RANKS = ('mean_rank', 'mean_rank_others')
-L2_RULES = ('loo', 'heldout', *MEAN_RANKS)
+
+Classifier = Literal['ridge', 'logistic']
+Draw = Literal['random', 'first']
+L2 = Annotated[float, '(0, inf)'] | Literal['loo', 'heldout', 'mean_rank', 'mean_rank_others']
 
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
   """Settings of steps 1 to 3."""
 
-  classifier: str = 'ridge'  # one of `CLASSIFIERS`
-  draw: str = 'random'  # one of `DRAWS`
-  l2: float | str = 'loo'  # one of `L2_RULES`, or a strength > 0
+  classifier: Classifier = 'ridge'
+  draw: Draw = 'random'
+  l2: L2 = 'loo'
 
   def __post_init__(self):
-    for name, choices in (('classifier', CLASSIFIERS), ('draw', DRAWS)):
-      value = getattr(self, name)
-      if value not in choices:
-        raise ValueError(f'{name}={value!r} is unknown: choose one of {", ".join(choices)}.')
-    if self.l2 not in L2_RULES and (isinstance(self.l2, str) or not 0 < self.l2 < np.inf):
-      raise ValueError(f'l2={self.l2!r} must be a finite number > 0, or {", ".join(L2_RULES)}.')
+    ranges.check(self)
     if self.classifier == 'logistic' and self.l2 == 'loo':
       raise ValueError(
         "l2='loo' needs classifier='ridge': a logistic regression would be refitted for every row; "
@@ -146,9 +143,9 @@ def few_shot(
   train_index: np.ndarray | None = None,
   shots: Sequence[float] = (1, 5, 10, 25),
   seeds: Sequence[int] = (0, 1, 2),
-  l2: float | str = 'loo',
-  classifier: str = 'ridge',
-  draw: str = 'random',
+  l2: L2 = 'loo',
+  classifier: Classifier = 'ridge',
+  draw: Draw = 'random',
 ) -> dict[float, FewShotResult]:
   """Runs the protocol above on one data set.
 
@@ -362,7 +359,7 @@ def _index(split: Split) -> np.ndarray:
 
 
 def check_settings(
-  shots: Sequence[float], seeds: Sequence[int], l2: float | str, num_datasets: int = 1
+  shots: Sequence[float], seeds: Sequence[int], l2: L2, num_datasets: int = 1
 ) -> None:
   """Raises ValueError, in one sentence, for settings that `few_shot_all` cannot use."""
   if not shots or not all(n > 0 and (n < 1 or n == int(n)) for n in shots):

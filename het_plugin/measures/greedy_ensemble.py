@@ -17,11 +17,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count
+
 MIN_IMPROVEMENT = 1e-9  # nats; smaller improvements are rounding
 
 
+@ranges.checked
 def greedy_ensemble(
-  label_log_prob: np.ndarray, *, max_members: int = 10, replacement: bool = True
+  label_log_prob: np.ndarray, *, max_members: Count = 10, replacement: bool = True
 ) -> tuple[list[int], list[float]]:
   """Selects members until the NLL falls by less than `MIN_IMPROVEMENT`.
 
@@ -34,15 +38,13 @@ def greedy_ensemble(
 
   Args:
     label_log_prob: float [C, N], log p(y_n) of each candidate, without NaNs; -inf is p = 0.
-    max_members: largest number of members, repetitions included; at least 1.
+    max_members: largest number of members, repetitions included.
     replacement: whether a candidate may be added again, which gives members weights.
 
   Returns:
     The candidates in the order in which they were added, at least one, and the validation NLL after
     each, in nats per example. Among equally good candidates, the first is taken.
   """
-  if max_members < 1:
-    raise ValueError(f'max_members={max_members} must be at least 1')
   label_log_prob = label_log_prob.astype(np.float64)
   total = np.full(label_log_prob.shape[1], -np.inf)
   members = []

@@ -6,17 +6,19 @@ which Puigcerver et al. 2020, "Scalable transfer learning with expert models"
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from het_plugin.measures.fewshot import Split, check_splits
+from het_plugin.system import ranges
 
-METRICS = ('euclidean', 'cosine')
+Metric = Literal['euclidean', 'cosine']
 BLOCK_BYTES = 2**26  # of rows in float64
 _MEBIBYTES = 64  # of distances
 
 
+@ranges.checked
 def knn_accuracy(
   train_x: Any,
   train_y: np.ndarray,
@@ -24,7 +26,7 @@ def knn_accuracy(
   test_y: np.ndarray | None = None,
   *,
   ks: Sequence[int] = (1,),
-  metric: str = 'euclidean',
+  metric: Metric = 'euclidean',
 ) -> dict[int, float]:
   """Accuracy of the vote of the k nearest training examples (`vote`).
 
@@ -40,7 +42,7 @@ def knn_accuracy(
     test_x, test_y: float [M, D] and int [M]. None uses the training set itself, where a row is not
       its own neighbour, but other rows with the same features are.
     ks: numbers of neighbours, each in 1 .. N - 1.
-    metric: one of METRICS.
+    metric: distance.
 
   Returns:
     {k: accuracy in [0, 1]}. Test examples of a class without a training example are wrong.
@@ -51,8 +53,6 @@ def knn_accuracy(
   elif test_x is not None or test_y is not None:
     raise ValueError('test_x and test_y belong together: give both, or neither')
   check_splits(train, test)
-  if metric not in METRICS:
-    raise ValueError(f'metric={metric!r} is unknown: choose from {", ".join(METRICS)}')
   if not ks or min(ks) < 1 or max(ks) >= len(train_x):
     raise ValueError(
       f'k={",".join(map(str, ks))} must be in 1 .. {len(train_x) - 1}, less than the '

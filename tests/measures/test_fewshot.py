@@ -91,7 +91,7 @@ def test_short_classes_are_used_and_counted_and_unseen_labels_are_wrong():
     (dict(shots=(0, 5)), r'shots=\(0, 5\)'),
     (dict(seeds=(1, 1)), r'seeds=\(1, 1\) must be one or more distinct numbers'),
     (dict(l2='mean_rank'), 'call few_shot_all'),
-    (dict(classifier='svm'), "classifier='svm' is unknown: choose one of ridge, logistic"),
+    (dict(classifier='svm'), "classifier='svm' must be one of 'ridge', 'logistic'"),
     (dict(classifier='logistic'), "l2='loo' needs classifier='ridge'"),
   ],
 )

@@ -1,5 +1,6 @@
 """Neighbours and votes against scikit-learn's classifier and brute force."""
 
+import typing
 from collections import Counter
 
 import numpy as np
@@ -17,7 +18,7 @@ def make(n=300, m=50, d=20, k=5, offset=0.0):
   return x[:n], labels[:n], x[n:], labels[n:]
 
 
-@pytest.mark.parametrize('metric', knn.METRICS)
+@pytest.mark.parametrize('metric', typing.get_args(knn.Metric))
 @pytest.mark.parametrize('block_bytes', [knn.BLOCK_BYTES, 2**10])
 def test_accuracy_is_that_of_scikit_learn(metric, block_bytes, monkeypatch):
   """For k = 1 and two classes with odd k, where no vote is tied; in blocks of 32 rows, too."""
@@ -59,7 +60,7 @@ def test_votes():
   'change,words',
   [
     (dict(ks=(1, 300)), r'k=1,300 must be in 1 \.\. 299, less than the 300'),
-    (dict(metric='l1'), "metric='l1' is unknown: choose from euclidean, cosine"),
+    (dict(metric='l1'), "metric='l1' must be one of 'euclidean', 'cosine'"),
   ],
 )
 def test_wrong_input_is_one_sentence(change, words):
