@@ -5,11 +5,13 @@ part of f(z) is the sum of exponentials over all K classes. So few classes stand
 their f_C(z) is near f(z), and costs C exponentials in place of K.
 
   1. C classes are found, with weights. At a guess z1 of the posterior's mode, p_k is the softmax.
-     The C classes with the largest p_k / h_k are taken, where h_k in (0, 1) is a fixed sequence.
-     Each has the weight max(p_k, t) / p_k, with t the largest p_k / h_k that is left out. So the
-     probable ones are taken surely, and the rest stands for all other classes (priority sampling:
-     Duffield, Lund and Thorup 2007). The sum and the p-weighted mean of the noise of the rest are
-     set to those of all other classes.
+     A class counts as m_k = p_k exp(s_k^2 / 2) with s_k^2 the variance of its noise, or as
+     m_k = p_k where W projects the noise and s_k^2 would cost a product more. The C classes with
+     the largest m_k / h_k are taken, where h_k in (0, 1) is a fixed sequence. Each has the weight
+     max(m_k, t) / m_k, with t the largest m_k / h_k that is left out. So the probable ones are
+     taken surely, and the rest stands for all other classes (priority sampling: Duffield, Lund and
+     Thorup 2007). The sum and the p-weighted mean of the noise of the rest are set to those of all
+     other classes.
   2. A Gaussian q is fitted to the posterior f_C(z) N(z; 0, I): the closest one in
      KL(q | posterior), by a few fixed-point steps (Opper and Archambeau 2009). It differs from
      N(0, I) in m dimensions only, which the noise of the classes of highest priority spans. Only a
@@ -28,9 +30,9 @@ their f_C(z) is near f(z), and costs C exponentials in place of K.
 
 What is chosen has no gradient: the gradient of the loss is that of the mean over the posterior.
 
-Where the noise is many times tau, the softmax is near a step and no Gaussian is near its posterior.
-There half of the points come from N(mean, I), which is as wide as the noise (a defensive mixture,
-Hesterberg 1995).
+Some of the points come from N(mean, I), which is as wide as the noise, so that no point has a large
+weight (a defensive mixture, Hesterberg 1995). They are half of them where the noise is many times
+tau: the softmax is near a step there, and no Gaussian is near its posterior.
 
 B examples, K classes, C of them, T = R + 1 normals, m dimensions of the fit. A remainder 'diag' has
 Q normals in place of one: the fit takes the one along the direction that moves the label, and the
@@ -74,6 +76,7 @@ NUM_BISECTIONS = 12
 NUM_FITTED = 16  # m, dimensions of the fit
 SHARE = 0.5
 MAX_SHARES = 6.0  # of the precision, summed over the normals
+WIDE_SHARE = 0.125  # of the points: no weight is above 8 times their mean
 MAX_STEP = 2.0  # of the mean of q, in standard deviations of the noise
 SMALL_TAIL = 1e-3  # below this share of all classes, the mean of those left out is rounding
 GOLDEN = (
@@ -116,12 +119,15 @@ def few_classes(tiling: Tiling, classes: Classes, label: jax.Array | None) -> Fe
     z = _mode(tiling, classes, of_label)
   largest, chosen, log_total, mean = _pass_at(tiling, classes, z, label)
 
-  # Weights of the classes. One whose p_k is at least t is taken surely.
+  # Weights of the classes. One whose m_k is at least t is taken surely.
   threshold = largest.min(axis=-1, keepdims=True)
   # The last one is left out by a mask: for a slice of a `top_k`, XLA sorts all classes on a CPU.
   is_real = (largest > PADDED / 2) & (np.arange(largest.shape[-1]) < largest.shape[-1] - 1)
   location, factors = classes.at(chosen)
   u = location + jnp.einsum('bt,btc->bc', z, factors)
+  # log p_k of a class with m_k = t
+  if classes.kernel is None:
+    threshold = threshold - _gain(jnp.square(factors).sum(axis=1))
   is_sure = (u >= threshold) & is_real
   p_sure = jnp.where(is_sure, jnp.exp(u - log_total), 0.0)
   p_other = jnp.where(is_real & ~is_sure, jnp.exp(threshold - log_total), 0.0)
@@ -151,7 +157,7 @@ def _pass_at(
   """A pass over all classes but the label, with logits at z [B, T].
 
   Returns:
-    The C + 1 largest priorities log(p_k / h_k) + log_total and their classes [B, C + 1]; the
+    The C + 1 largest priorities log(m_k / h_k) + log_total and their classes [B, C + 1]; the
     log-sum-exp of the logits, [B, 1]; and the p-weighted mean of the factors, [B, T].
   """
   count = min(NUM_CLASSES, tiling.num_classes) + 1
@@ -171,8 +177,11 @@ def _pass_at(
       in_tile = _pull(own.low_rank, e) if own.kernel is None else own.sum_of(e)
       mean = mean * shrink + in_tile
       rate = (tile.ids + 1).astype(u.dtype) * GOLDEN % 1.0 + 1e-6
+      priority = u - jnp.log(rate)
+      if own.kernel is None:
+        priority += jnp.where(counts, _gain(own.low_rank.variances()), 0.0)
       ids = jnp.broadcast_to(tile.ids.astype(jnp.int32), u.shape)
-      best = best_of(u - jnp.log(rate), ids, min(count, u.shape[-1]))
+      best = best_of(priority, ids, min(count, u.shape[-1]))
       if not is_one_tile:
         best = best_of(
           jnp.concatenate([largest, best[0]], axis=-1),
@@ -202,6 +211,11 @@ def _pass_at(
   inputs = classes.letters(), dims('bt'), dims('b')
   outputs = dims('bc'), dims('bc'), dims('bn'), dims('bt')
   return tiling.placement.shard_map(local, inputs, outputs)(classes, z, label)
+
+
+def _gain(variance: jax.Array) -> jax.Array:
+  """log(m_k / p_k), bounded so that a sum with it keeps the digits of log p_k."""
+  return jnp.minimum(0.5 * variance, 1e4)
 
 
 def _pull(noise: LowRank, vector: jax.Array) -> jax.Array:
@@ -255,14 +269,14 @@ class Gaussian:
     mean: [B, m].
     lower: L [B, m, m] of the precision L L^T.
     inverse: of L.
-    is_mixed: bool [B, 1], whether half of the points come from N(mean, I).
+    wide_share: of the points that come from N(mean, I), [B, 1].
     rotation: as in `directions.Draws`; None where m = T.
   """
 
   mean: jax.Array
   lower: jax.Array
   inverse: jax.Array
-  is_mixed: jax.Array
+  wide_share: jax.Array
   rotation: Rotation | None
 
   def points(self, x: jax.Array, is_wide: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -271,12 +285,12 @@ class Gaussian:
 
     Args:
       x: normals [B, s, T].
-      is_wide: bool [s], those that a mixture takes from N(mean, I).
+      is_wide: bool [B, s], those that come from N(mean, I).
     """
     size = self.mean.shape[-1]
     near = x[..., :size]
     away = jnp.einsum('bsn,bnt->bst', near, self.inverse)
-    away = jnp.where(self.is_mixed[..., None] & is_wide[:, None], near, away)
+    away = jnp.where(is_wide[..., None], near, away)
     mean = self.mean[:, None]
     both = jnp.stack([mean + away, mean - away], axis=1)  # [B, 2, s, m]
 
@@ -284,9 +298,9 @@ class Gaussian:
     log_root = jnp.log(jnp.diagonal(self.lower, axis1=-2, axis2=-1)).sum(axis=-1)[:, None]
     log_q = log_root - 0.5 * jnp.square(near).sum(axis=-1)
     log_wide = -0.5 * jnp.square(away).sum(axis=-1)
-    mixed = jnp.logaddexp(log_q, log_wide) + math.log(0.5)
-    log_q = jnp.where(self.is_mixed, mixed, log_q)
-    log_ratio = -0.5 * jnp.square(both).sum(axis=-1) - log_q[:, None]
+    share = self.wide_share
+    log_mixed = jnp.logaddexp(log_q + jnp.log1p(-share), log_wide + jnp.log(share))
+    log_ratio = -0.5 * jnp.square(both).sum(axis=-1) - log_mixed[:, None]
 
     rest = jnp.pad(x[..., size:], ((0, 0), (1, 0), (0, 0)))
     z = jnp.concatenate([jnp.concatenate([mean, away], axis=1), rest], axis=-1)
@@ -342,7 +356,8 @@ def fit(few: Few) -> Gaussian:
   mean, curvature, _ = jax.lax.fori_loop(0, NUM_FIT_STEPS, move, state)
   shares = SHARE * jnp.trace(curvature, axis1=1, axis2=2)[:, None]
   lower, inverse = root_of(eye + SHARE * curvature, eye)
-  return Gaussian(mean, lower, inverse, ~(shares <= MAX_SHARES), rotation)
+  wide_share = jnp.where(shares <= MAX_SHARES, WIDE_SHARE, 0.5)
+  return Gaussian(mean, lower, inverse, wide_share, rotation)
 
 
 def root_of(matrix: jax.Array, eye: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -456,7 +471,7 @@ def choose(
   # One normal more, whose first one moves the places below: it is independent of all the others.
   x = sampler(keys, index, num_normals + 1).astype(few.factors.dtype)
   x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
-  z, log_ratio = q.points(x[..., :-1], index >= count // 2)
+  z, log_ratio = q.points(x[..., :-1], index >= (1.0 - q.wide_share) * count)
   mean = z[:, 0]
   away = z[:, 1:]
   log_p = few.log_p(jnp.concatenate([z[:, :1] + away, z[:, :1] - away], axis=1))

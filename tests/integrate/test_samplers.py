@@ -367,8 +367,8 @@ def losses_of(*settings):
 @pytest.mark.parametrize('kind', ['het', 'het_xl'])
 @pytest.mark.parametrize('factors', [4, 50])
 def test_few_samples_beside_1000_independent_ones(kind, factors):
-  """On heads drawn anew, with labels of the head, for noise from 0.1 to 4. HET with 4 factors is
-  the worst of them; with HET-XL 8 samples err less than 1,000 everywhere.
+  """On heads drawn anew, with labels of the head, for noise from 0.1 to 4. Only HET
+  errs more than 1,000 independent ones, at 4.
   """
   rng = np.random.default_rng(factors)
   batch = 8
@@ -396,9 +396,8 @@ def test_few_samples_beside_1000_independent_ones(kind, factors):
     settings = (4, 'sobol'), (8, 'sobol'), (16, 'sobol'), (1000, 'iid')
     nll = losses_of(*settings)(of_size, labels, jnp.arange(32))
     few, eight, more, independent = (np.sqrt(np.square(x + expected).mean()) for x in nll)
-    assert few < (1.5 if std <= 1 else 4.0) * independent, (std, few, independent)
-    assert eight < (1.1 if std <= 1 else 2.4) * independent, (std, eight, independent)
-    assert more < 1.05 * eight < 1.1 * few, (std, few, eight, more)  # within their own error
+    assert few < (0.9 if std <= 2 else 1.6) * independent, (std, few, independent)
+    assert more < 1.1 * eight < 1.21 * few, (std, few, eight, more)  # within their own error
 
 
 @pytest.mark.slow
