@@ -471,7 +471,7 @@ def choose(
   # One normal more, whose first one moves the places below: it is independent of all the others.
   x = sampler(keys, index, num_normals + 1).astype(few.factors.dtype)
   x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
-  z, log_ratio = q.points(x[..., :-1], index >= (1.0 - q.wide_share) * count)
+  z, log_ratio = q.points(x[..., :-1], index.astype(x.dtype) >= (1.0 - q.wide_share) * count)
   mean = z[:, 0]
   away = z[:, 1:]
   log_p = few.log_p(jnp.concatenate([z[:, :1] + away, z[:, :1] - away], axis=1))
