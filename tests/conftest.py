@@ -118,7 +118,7 @@ def _parsed_flags(main, *arguments):
   from het_plugin.cli import command_line
 
   before = set(flags.FLAGS)
-  main.Settings.define_flags()
+  getattr(main, 'Settings', main).define_flags()
   try:
     yield flags.FLAGS(command_line.rewrite_flags(['main', *map(str, arguments)]))
   finally:

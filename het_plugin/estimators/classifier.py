@@ -4,14 +4,13 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Sequence
-from numbers import Integral, Real
-from typing import Any, ClassVar
+from numbers import Integral
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.metrics import accuracy_score
 from sklearn.utils import check_random_state
-from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import (
   _check_n_features,
   _check_sample_weight,
@@ -23,8 +22,9 @@ from het_plugin.estimators import calibration, fitting, inputs, placement, start
 from het_plugin.estimators.model import Model
 from het_plugin.estimators.selection import NOISE_SHARE
 from het_plugin.estimators.settings import FitSettings, estimator, part
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Positive
 
-_COUNT = Interval(Integral, 1, None, closed='left')
 _WEIGHTS = 1e-30, 1e30  # whose sums float32 holds
 
 
@@ -38,10 +38,10 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
   exposes.
   """
 
-  tau: float | str = 1.0
+  tau: Positive | Literal['learned', 'validation'] = 1.0
   hidden_layers: Sequence[int] = ()
   target: str = 'auto'
-  class_weight: dict | str | None = None
+  class_weight: dict[Any, float] | Literal['balanced'] | None = None
   random_state: Any = 0
 
   _head: ClassVar[str]
@@ -49,22 +49,6 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
   # Of the heads with noise these are parameters.
   C_noise = None
   num_samples = 1
-  _parameter_constraints = {  # what `_validate_params` of scikit-learn checks
-    'C': [Interval(Real, 0, None, closed='right')],
-    'C_noise': [Interval(Real, 0, None, closed='both'), StrOptions({'auto'}), None],
-    'tau': [StrOptions({'learned', 'validation'}), Interval(Real, 0, None, closed='neither')],
-    'class_weight': [dict, StrOptions({'balanced'}), None],
-    'tol': [Interval(Real, 0, None, closed='neither')],
-    'max_iter': [_COUNT],
-    'num_factors': [_COUNT],
-    'num_samples': [_COUNT],
-    'num_buckets': [_COUNT, None],
-    'noise_dim': [_COUNT, None],
-    'solver': [StrOptions(set(inputs.SOLVERS))],
-    'validation_fraction': [Interval(Real, 0, 1, closed='neither')],
-    'random_state': ['random_state'],
-    'progress': ['boolean', str],
-  }
 
   def fit(
     self,
@@ -492,7 +476,7 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     return kernel, bias
 
   def _check(self):
-    self._validate_params()
+    ranges.check(self)
     if self.C_noise == 'auto' and not np.isfinite(self.C):
       raise ValueError(
         f"C_noise='auto' chooses a share of C={self.C:g}, which must be finite: give C_noise a "

@@ -1,9 +1,11 @@
 """The four estimators."""
 
 import inspect
+from typing import Annotated, Literal
 
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.settings import estimator
+from het_plugin.system.ranges import Count
 
 
 @estimator
@@ -95,9 +97,9 @@ class HetClassifier(HeadClassifier):
   _head = 'het'
   _noise = ('num_factors',)
 
-  C_noise: float | str | None = 'auto'
-  num_factors: int = 8
-  num_samples: int = 64
+  C_noise: Annotated[float, '[0, inf]'] | Literal['auto'] | None = 'auto'
+  num_factors: Count = 8
+  num_samples: Count = 64
 
 
 @estimator
@@ -118,7 +120,7 @@ class HetHClassifier(HetClassifier):
   _head = 'het_h'
   _noise = ('num_factors', 'num_buckets')
 
-  num_buckets: int | None = None
+  num_buckets: Count | None = None
 
 
 @estimator
@@ -139,7 +141,7 @@ class HetXLClassifier(HetClassifier):
   _head = 'het_xl'
   _noise = ('num_factors', 'noise_dim')
 
-  noise_dim: int | None = None
+  noise_dim: Count | None = None
 
 
 # So that `help` of one shows all its parameters.

@@ -17,7 +17,6 @@ from het_plugin.rows import Rows, files
 from het_plugin.rows.shards import Joined
 
 HALVES = ('bfloat16', 'float16')  # types of two bytes
-SOLVERS = ('auto', 'lbfgs', 'streamed')
 # Features of more bytes than this in float32 stay on disk under solver='auto'.
 MEMORY_BYTES = 2**31
 _PART_ROWS = 8192

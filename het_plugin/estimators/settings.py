@@ -24,12 +24,12 @@ estimator = dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class FitSettings:
   """Settings of a fit, which are parameters of the estimators: see `DetClassifier`."""
 
-  C: float = dataclasses.field(default=1.0, kw_only=False)
-  tol: float = 1e-4
-  max_iter: int = 500
-  solver: str = 'auto'
+  C: Annotated[float, '(0, inf]'] = dataclasses.field(default=1.0, kw_only=False)
+  tol: Positive = 1e-4
+  max_iter: Count = 500
+  solver: Literal['auto', 'lbfgs', 'streamed'] = 'auto'
   mesh: Sequence[int] | None = None
-  validation_fraction: float = 0.1
+  validation_fraction: Annotated[float, '(0, 1)'] = 0.1
   progress: bool | str = False
 
 

@@ -45,12 +45,13 @@ baselines/jft/fewshot_utils.py (https://github.com/google/uncertainty-baselines)
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from het_plugin.measures import logistic, ridge
 from het_plugin.system import ranges
+from het_plugin.system.ranges import Positive
 
 L2_GRID = tuple(2.0**k for k in range(-10, 20))
 BIG_VISION_L2 = 2.0**10
@@ -60,7 +61,7 @@ MEAN_RANKS = ('mean_rank', 'mean_rank_others')
 
 Classifier = Literal['ridge', 'logistic']
 Draw = Literal['random', 'first']
-L2 = Annotated[float, '(0, inf)'] | Literal['loo', 'heldout', 'mean_rank', 'mean_rank_others']
+L2 = Positive | Literal['loo', 'heldout', 'mean_rank', 'mean_rank_others']
 
 
 @dataclasses.dataclass(frozen=True)
