@@ -4,9 +4,9 @@ transformers and open_clip with the same parameters and each with its own way to
     pip install torch timm transformers open_clip_torch    # not needed by the project
     python -m benchmarks.towers [--json OUT] [--towers ViT-S/16,ViT-B/16,ConvNeXt-T --batches 1,32]
 
-All run on one core in float32, on photographs of 500 x 375 pixels. Ours opens the file that the
-other project writes, as `het_plugin.represent` does. They take turns, and the median of --turns
-counts. What is not installed is left out; without any of them ours runs alone.
+All run on one core, in float32 but for --dtype, on photographs of 500 x 375 pixels. Ours opens the
+file that the other project writes, as `het_plugin.represent` does. They take turns, and the median
+of --turns counts. What is not installed is left out; without any of them ours runs alone.
 """
 
 import dataclasses
@@ -157,6 +157,7 @@ def main():
   parser.add_argument('--towers', type=names(SIZES), default=['ViT-S/16', 'ViT-B/16', 'ConvNeXt-T'])
   parser.add_argument('--peers', type=names(PEERS), default=list(PEERS))
   parser.add_argument('--batches', type=integers, default=[1, 32])
+  parser.add_argument('--dtype', choices=('float32', 'bfloat16'), default='float32', help='of ours')
   parser.add_argument('--images', type=int, default=32)
   parser.add_argument('--turns', type=int, default=3)
   args = parser.parse_args()
@@ -205,6 +206,8 @@ def compare(args, tower, batch, peer, photos):
       theirs = PEERS[peer](SIZES[tower], batch, photos, folder)
       functions = [lambda: theirs(files)]
     found = [*folder.glob('*model.safetensors'), *folder.glob('model.npz')]
+    backbone = 'vit' if SIZES[tower].width else 'convnext'
+    bindings.append(f'{backbone}.dtype = {args.dtype!r}')
     run = runs.open_run(str(found[0]), bindings=bindings)
 
     def ours():
