@@ -12,19 +12,19 @@ from het_plugin.weights.renaming import Params, Tower
 _BATCH_NORM_EPSILON = 1e-5
 # Of a ConvNeXt: a block, and a layer between two stages.
 _STAGE_BLOCK = re.compile(r'(?:encoder\.)?stages\.(\d+)\.(?:blocks|layers)\.(\d+)\.(.+)')
-_STAGE_START = re.compile(r'(?:encoder\.)?stages\.(\d+)\.downsampl(?:e|ing_layer)\.([01])')
+_STAGE_START = re.compile(r'(?:encoder\.)?stages\.(\d+)\.downsampl(?:e|ing_layer|e_layers)\.([01])')
 _CONVNEXT_OUTER = renaming.table("""
-stem       stem.0 embeddings.patch_embeddings
-stem_norm  stem.1 embeddings.layernorm
-norm       head.norm layernorm
+stem       stem.0 embeddings.patch_embeddings stages.0.downsample_layers.0
+stem_norm  stem.1 embeddings.layernorm stages.0.downsample_layers.1
+norm       head.norm layernorm layer_norm
 head       head.fc classifier
 """)
 _CONVNEXT_INNER = renaming.table("""
-depthwise    conv_dw dwconv
-norm         norm layernorm
-wi           mlp.fc1 pwconv1
+depthwise    conv_dw dwconv depthwise_conv
+norm         norm layernorm layer_norm
+wi           mlp.fc1 pwconv1 pointwise_conv1
 response     mlp.grn grn
-wo           mlp.fc2 pwconv2
+wo           mlp.fc2 pwconv2 pointwise_conv2
 layer_scale  gamma layer_scale_parameter
 """)
 # A unit of a ResNet in timm and torchvision, and in transformers.
@@ -77,9 +77,9 @@ def _read_convnext(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) 
     raise ValueError(f"hidden_act={config['hidden_act']!r} in config.json must be 'gelu'")
   if config.get('global_pool', 'avg') != 'avg':
     raise ValueError(f"global_pool={config['global_pool']!r} in config.json must be 'avg'")
-  # transformers' configuration is of the last normalisation alone; the others have 1e-6.
-  is_timm = 'last_epsilon' in config
-  if is_timm and config['layer_norm_eps'] != 1e-6:
+  # transformers' configuration of a ConvNeXt is of the last normalisation; the others have 1e-6.
+  of_all = 'last_epsilon' in config or config.get('model_type') == 'dinov3_convnext'
+  if of_all and config['layer_norm_eps'] != 1e-6:
     settings['norm_epsilon'] = config['layer_norm_eps']
   last = config.get('last_epsilon') or config.get('layer_norm_eps')
   if last is not None and last != settings.get('norm_epsilon', 1e-6):
@@ -93,13 +93,15 @@ def _read_convnext(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) 
 def _convnext_stem(name: str) -> tuple[str | None, str]:
   """Our name of a layer of a ConvNeXt, None if it is unknown, and 'weight' or 'bias'."""
   name, kind = renaming.layer_and_kind(name)
+  if name in _CONVNEXT_OUTER:
+    return _CONVNEXT_OUTER[name], kind
   if block := _STAGE_BLOCK.fullmatch(name):
     inner = _CONVNEXT_INNER.get(block[3])
     root = f'stage{int(block[1]) + 1}_block{int(block[2]) + 1:02d}'
     return root if inner == 'depthwise' else inner and f'{root}/{inner}', kind
   if start := _STAGE_START.fullmatch(name):
     return f'stage{int(start[1]) + 1}_{("norm", "patches")[int(start[2])]}', kind
-  return _CONVNEXT_OUTER.get(name), kind
+  return None, kind
 
 
 def _read_resnet(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Tower:

@@ -63,7 +63,8 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
     'clip clip_vision_model chinese_clip chinese_clip_vision_model altclip altclip_vision_model '
     'clipseg clipseg_vision_model metaclip_2 metaclip_2_vision_model git_vision_model llava '
     'llava_next vipllava vision-text-dual-encoder vit_msn dinov2 dinov2_with_registers beit '
-    'data2vec-vision aimv2 aimv2_vision_model intern_vit_6b radio resnet'.split(),
+    'data2vec-vision aimv2 aimv2_vision_model intern_vit_6b radio resnet tipsv2 '
+    'tipsv2_vision_model'.split(),
     {},
   ),
   **dict.fromkeys(
@@ -75,6 +76,7 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
   **dict.fromkeys('internvl internvl_vision qianfan_ocr qianfan_ocr_vision'.split(), _INTERNVL),
   **dict.fromkeys('vit vit_mae ijepa deit flava_image_model convnext convnextv2'.split(), _VIT),
   'dinov3_vit': {'rope_theta': 100.0},
+  'dinov3_convnext': {'layer_norm_eps': 1e-6},
 }
 # Settings of transformers with the one value that the towers here have.
 _FIXED = {'pooler_act': 'tanh', 'apply_layernorm': True, 'use_qk_norm': False}

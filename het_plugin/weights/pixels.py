@@ -42,6 +42,7 @@ _PROCESSORS: Mapping[str, Settings] = {
   'Bit': _OF_CLIP,
   'Siglip': {'size': _SQUARE, 'resample': 3, 'one_size': 'shortest_edge'},
   'Siglip2': {'patch_size': 16, 'max_num_patches': 256, 'resample': 2},
+  'Tipsv2': {'size': {'height': 448, 'width': 448}, 'resample': 2, 'do_normalize': False},
   'ConvNext': {
     'size': {'shortest_edge': 384},
     'resample': 3,
@@ -72,6 +73,9 @@ _KIND_OF_MODEL = {
   'convnext': 'ConvNext',
   'convnextv2': 'ConvNext',
   'dinov3_vit': 'DINOv3ViT',
+  'dinov3_convnext': 'DINOv3ViT',
+  'tipsv2': 'Tipsv2',
+  'tipsv2_vision_model': 'Tipsv2',
 }
 _KIND = re.compile(r'(\w+?)(?:ImageProcessor(?:Fast|Pil)?|FeatureExtractor)')
 # What a preprocessor_config.json has beside what is read, and does not change the pixels.

@@ -18,7 +18,8 @@ from het_plugin.weights import convolutional, files, pixels, renaming
 from het_plugin.weights.descriptions import described, read_config
 from het_plugin.weights.renaming import Params, Tower
 
-Filter = Literal['bicubic_antialias', 'bicubic', 'bilinear']  # of a resize, as PyTorch's
+# Of a resize, as PyTorch's.
+Filter = Literal['bicubic_antialias', 'bicubic', 'bilinear_antialias', 'bilinear']
 
 # The shapes do not give the number of attention heads: a head has 64 channels, except that towers
 # of these widths have 16 heads.
@@ -217,6 +218,8 @@ def position_filter(names: Collection[str]) -> Filter:
   """
   if _is_radio(names):
     return 'bilinear'
+  if any(name.endswith('encoder.layer.0.attention.q_proj.weight') for name in names):  # TIPSv2
+    return 'bilinear_antialias'
   has_theirs = any('embeddings.' in name and 'token_embedding' not in name for name in names)
   return 'bicubic' if has_theirs else 'bicubic_antialias'
 

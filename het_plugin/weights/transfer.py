@@ -305,7 +305,7 @@ def _resize_matrix(old: int, new: int, filter: towers.Filter) -> np.ndarray:
   Keys' bicubic kernel (1981) has a = -0.5 with antialiasing, where it is widened to shrink, and
   a = -0.75 without.
   """
-  antialias = filter == 'bicubic_antialias'
+  antialias = filter.endswith('antialias')
   a = -0.5 if antialias else -0.75
   scale = old / new
   width = max(scale, 1.0) if antialias else 1.0
@@ -316,7 +316,7 @@ def _resize_matrix(old: int, new: int, filter: towers.Filter) -> np.ndarray:
   near = ((a + 2) * x - (a + 3)) * x * x + 1
   far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
   weight = np.where(x < 1, near, np.where(x < 2, far, 0.0))
-  if filter == 'bilinear':
+  if filter.startswith('bilinear'):
     weight = np.maximum(1 - x, 0.0)
   if antialias:  # taps outside are left out
     weight = np.where((taps < 0) | (taps >= old), 0.0, weight)

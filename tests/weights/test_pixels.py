@@ -38,6 +38,7 @@ TRANSFORMERS = {
   'ConvNext': {'size': 48, 'crop_pct': 0.9},
   'ConvNext, large': {'size': 384},
   'DINOv3ViT': {'size': 48},
+  'Tipsv2': {'size': {'height': 48, 'width': 48}},
 }
 
 

@@ -54,6 +54,7 @@ TRANSFORMERS = {
     'last_hidden_state',
     renaming.HALF,
   ),
+  'Tipsv2Vision': (NO_MLP, 'pooler_output', ((0.0,) * 3, (1.0,) * 3)),
   'InternVLVision': (SIZES, 'last_hidden_state', renaming.IMAGENET),
   'Radio': (
     {**NO_MLP, 'mlp_ratio': 2.0, 'max_img_size': 28, 'num_registers': 2, 'summary_idxs': [2, 0]},
@@ -173,6 +174,25 @@ def test_parity_of_convnext(project, version):
   assert tower.bindings()[:2] == ['BACKBONE = @convnext()', 'IMAGE_SIZE = 224']
   logits = phi_of(tower, image) @ tower.params['head/kernel'] + tower.params['head/bias']
   np.testing.assert_allclose(logits, expected, atol=2e-5)
+
+
+def test_parity_of_dinov3_convnext():
+  torch = pytest.importorskip('torch')
+  transformers = pytest.importorskip('transformers')
+  settings = {'hidden_sizes': [8, 16, 32, 64], 'depths': [1, 2, 1, 1], 'layer_norm_eps': 1e-3}
+  config = transformers.DINOv3ConvNextConfig(**settings, layer_scale_init_value=1.0)
+  model = transformers.DINOv3ConvNextModel(config).eval()
+  image = np.random.default_rng(0).random((2, 32, 64, 3)).astype(np.float32)
+  torch.manual_seed(0)
+  with torch.no_grad():
+    for p in model.parameters():
+      p.add_(0.2 * torch.randn_like(p))
+    mean, std = renaming.IMAGENET
+    pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
+    expected = model(pixels).pooler_output.numpy()
+  arrays = {k: x.numpy() for k, x in model.state_dict().items()}
+  tower = weights.read_tower(arrays, config.to_dict())
+  np.testing.assert_allclose(phi_of(tower, image), expected, atol=2e-5)
 
 
 @pytest.mark.parametrize('kind', ['basic', 'bottleneck'])
@@ -1076,6 +1096,7 @@ def test_a_file_without_a_tower_is_refused_before_gin(tmp_path):
     (2, 'bicubic_antialias', [0.4586777, 0.4586777, 0.1198347, -0.0371901]),
     (2, 'bicubic', [0.5, 0.59375, -0.09375, 0.0]),
     (2, 'bilinear', [0.5, 0.5, 0.0, 0.0]),
+    (2, 'bilinear_antialias', [3 / 7, 3 / 7, 1 / 7, 0.0]),
   ],
 )
 def test_position_embeddings_are_resized_as_pytorch_does(size, filter, first):
