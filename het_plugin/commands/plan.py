@@ -49,7 +49,7 @@ class Settings(Gin, JsonFile):
 
   topology: str = 'cpu:8'
   mesh: tuple[Count, Count] | tuple[Count, Count, Count] | None = None
-  num_slices: int = 1
+  num_slices: Count = 1
   search: Literal['batch', 'samples', 'layout'] | None = None
   quick: bool = False
   grid: bool = False

@@ -25,7 +25,8 @@ from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.settings import DET_TOL, ROUNDS, GridSettings
 from het_plugin.measures import audit as measure
 from het_plugin.measures import truths
-from het_plugin.system import run_files, temporary
+from het_plugin.system import ranges, run_files, temporary
+from het_plugin.system.ranges import Count
 
 SETTINGS = GridSettings(('det',), tol=DET_TOL)  # those of the command
 _GAIN = 0.002  # nats per label; less in `_PATIENCE` rounds ends the audit
@@ -42,11 +43,12 @@ _END = b'het_plugin\n'
 _PART_ROWS = 8192
 
 
+@ranges.checked
 def audit(
   features: np.ndarray,
   label: np.ndarray,
   settings: GridSettings | None = None,
-  rounds: int = ROUNDS,
+  rounds: Count = ROUNDS,
   pred_probs: str | None = None,
 ) -> measure.Audit:
   """Audits labels by fits to the other folds, so that no label scores itself.
@@ -107,8 +109,6 @@ def in_rounds(
   """
   if len(settings.heads) != 1:
     raise ValueError(f'--head={",".join(settings.heads)} must be one head')
-  if rounds < 1:
-    raise ValueError(f'--rounds={rounds} must be at least 1')
   encoded = targets.encode(inputs.labels_of_rows(len(features), label), 'classes')
   classes = encoded.classes
   y = encoded.values[:, 0].astype(np.int64)

@@ -11,11 +11,12 @@ For an indicator, the log odds of each class replace log p, and the logistic fun
 """
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 from scipy import optimize, special
 
-METHODS = ('temperature', 'vector', 'none')
+Method = Literal['temperature', 'vector', 'none']
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,12 +41,10 @@ class Calibration:
     return scaled.astype(scores.dtype)
 
 
-def fit_scaling(scores: np.ndarray, shares: np.ndarray, link: str, method: str):
+def fit_scaling(scores: np.ndarray, shares: np.ndarray, link: str, method: Method):
   """Scale and shift that minimise the NLL, from scores [N, K] (log p or log odds) and the
-  distribution of labels [N, K] (`Targets.distribution`), by one of `METHODS`.
+  distribution of labels [N, K] (`Targets.distribution`).
   """
-  if method not in METHODS:
-    raise ValueError(f'method={method!r} is unknown: choose one of {", ".join(METHODS)}')
   width = scores.shape[1] if method == 'vector' else 1
   if method == 'none':
     return np.ones(1), np.zeros(1)
@@ -74,8 +73,6 @@ def fit_scaling(scores: np.ndarray, shares: np.ndarray, link: str, method: str):
 
 def threshold(calibration: Calibration, alpha: float) -> float:
   """The largest 1 - p of a class in a set."""
-  if not 0 < alpha < 1:
-    raise ValueError(f'alpha={alpha} must be in (0, 1): sets cover the label in 1 - alpha of rows')
   count = len(calibration.scores)
   rank = int(np.ceil((count + 1) * (1 - alpha)))
   if rank > count:

@@ -5,7 +5,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
@@ -40,7 +40,7 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
 
   tau: Positive | Literal['learned', 'validation'] = 1.0
   hidden_layers: Sequence[int] = ()
-  target: str = 'auto'
+  target: targets.Target = 'auto'
   class_weight: dict[Any, float] | Literal['balanced'] | None = None
   random_state: Any = 0
 
@@ -323,7 +323,10 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     names = self.classes_.tolist()
     return [(names[i], names[j], float(correlation[i, j])) for i, j in pairs if i < j]
 
-  def calibrate(self, X: Any, y: Any = None, method: str = 'temperature') -> 'HeadClassifier':
+  @ranges.checked
+  def calibrate(
+    self, X: Any, y: Any = None, method: calibration.Method = 'temperature'
+  ) -> 'HeadClassifier':
     """Calibrates predictions on rows that the fit has not seen.
 
     Half of the rows fit the scaling. The other half is kept for `predict_set`, whose coverage
@@ -340,7 +343,7 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
 
     Args:
       y: as in `fit`, of the classes of `fit`.
-      method: 'temperature', 'vector' or 'none' (`calibration`).
+      method: see `calibration`.
 
     Returns:
       The estimator.
@@ -365,7 +368,8 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     self.calibration_ = found
     return self
 
-  def predict_set(self, X: Any, alpha: float = 0.1) -> np.ndarray:
+  @ranges.checked
+  def predict_set(self, X: Any, alpha: Annotated[float, '(0, 1)'] = 0.1) -> np.ndarray:
     """Sets of classes, bool [N, K].
 
     For rows like those of `calibrate`, at least 1 - alpha of the sets contain the label. This
@@ -379,7 +383,7 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
         (150, 3)
 
     Args:
-      alpha: the share of sets that may lack the label, in (0, 1).
+      alpha: the share of sets that may lack the label.
 
     Raises:
       ValueError: `calibrate` has not run or kept too few rows, or examples have no single label.

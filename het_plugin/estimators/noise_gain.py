@@ -112,7 +112,7 @@ def noise_test(
   C: float = 1.0,
   num_factors: int = 8,
   folds: int = 2,
-  target: str = 'auto',
+  target: targets.Target = 'auto',
   location: tuple[np.ndarray, np.ndarray] | None = None,
   tol: float = 1e-3,
   max_iter: int = 500,

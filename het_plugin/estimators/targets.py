@@ -2,17 +2,20 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
+from het_plugin.system import ranges
+
 _NUMBERED = (
   "scikit-learn's cross_val_predict makes such numbers of the values of each column of shares: set "
   "target='probabilities' and call estimators.cross_val_predict"
 )
-TARGETS = ('auto', 'classes', 'indicator', 'votes', 'probabilities')
+
+Target = Literal['auto', 'classes', 'indicator', 'votes', 'probabilities']
 _SUM_TOLERANCE = 1e-3
 
 
@@ -111,8 +114,12 @@ def shares_of(values: np.ndarray, num_classes: int) -> np.ndarray:
   return shares / np.maximum(shares.sum(axis=1, keepdims=True), 1.0)
 
 
+@ranges.checked
 def encode(
-  y: np.ndarray, target: str = 'auto', classes: np.ndarray | None = None, like: str | None = None
+  y: np.ndarray,
+  target: Target = 'auto',
+  classes: np.ndarray | None = None,
+  like: str | None = None,
 ) -> Targets:
   """Labels as `Targets`.
 
@@ -131,8 +138,6 @@ def encode(
   Raises:
     ValueError: y is none of these, or contains a class that `classes` lacks.
   """
-  if target not in TARGETS:
-    raise ValueError(f'target={target!r} is unknown: choose one of {", ".join(TARGETS)}')
   if isinstance(y, Shares):
     if 'indicator' in (target, like):
       raise ValueError(

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +188,7 @@ class ZeroShotAction(PeriodicAction):
 
   datasets: Sequence[zeroshot_datasets.ZeroShotDataset] = zeroshot_datasets.DEFAULT_DATASETS
   tokenizer: zeroshot_datasets.Tokenizer
-  num_samples: int = 0
+  num_samples: Annotated[int, '[0, inf)'] = 0
 
   def __post_init__(self):
     super().__post_init__()

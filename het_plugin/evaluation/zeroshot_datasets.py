@@ -267,8 +267,6 @@ def has_captions(dataset: ZeroShotDataset) -> bool:
 
 def check_model(model: Any, num_samples: int = 0) -> None:
   """Raises ValueError if the model cannot embed images and texts, or draw samples if wanted."""
-  if num_samples < 0:
-    raise ValueError(f'num_samples={num_samples} must be at least 0')
   needed = ['image_embeddings', 'text_embeddings', *(['class_log_prob'] if num_samples else [])]
   if missing := [name for name in needed if not hasattr(model, name)]:
     raise ValueError(

@@ -46,8 +46,6 @@ def parse(name: str) -> tuple[str, str]:
 def check(name: str, num_slices: int = 1, mesh: Sequence[int] | None = None) -> None:
   """Raises ValueError for an impossible topology, or a mesh with another number of devices."""
   generation, shape = parse(name)
-  if num_slices < 1:
-    raise ValueError(f'--num_slices={num_slices} must be at least 1')
   if generation == 'cpu' and num_slices > 1:
     raise ValueError(f'--num_slices={num_slices} is for TPU topologies; {name} has no slices')
   devices = slices.num_chips(shape) * num_slices

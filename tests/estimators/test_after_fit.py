@@ -117,7 +117,7 @@ def test_files_give_the_same_predictions(data, tmp_path):
   path = str(tmp_path / 'new' / 'het.safetensors')
   het.calibrate(x[500:700], y[500:700], 'vector')
   calibrated = het.predict_proba(x)
-  with pytest.raises(ValueError, match="method='scaling' is unknown"):
+  with pytest.raises(ValueError, match="method='scaling' must be one of 'temperature', "):
     het.calibrate(x[500:700], y[500:700], 'scaling')
   np.testing.assert_array_equal(het.predict_proba(x), calibrated)  # the first one is kept
   het.set_params(num_factors=np.int64(2))  # as GridSearchCV over np.arange does

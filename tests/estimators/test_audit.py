@@ -167,7 +167,7 @@ def test_wrong_labels_are_one_sentence():
   ):
     with pytest.raises(ValueError, match=message):
       audit_lib.audit(x, wrong, GridSettings(**SETTINGS))
-  with pytest.raises(ValueError, match='--rounds=0 must be at least 1'):
+  with pytest.raises(ValueError, match='audit.rounds=0 must be at least 1'):
     audit_lib.audit(x, label, GridSettings(**SETTINGS), rounds=0)
   with pytest.raises(ValueError, match=r'y has shape \(60,\); it must be \[50\]'):
     noise_gain.noise_test(x[:50], label, progress=False)

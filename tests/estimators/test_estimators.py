@@ -392,7 +392,7 @@ def test_hidden_layers_learn_what_a_line_cannot():
     ({'hidden_layers': ('8',)}, r"hidden_layers=\('8',\) must be positive widths"),
     ({'validation_fraction': 2.0}, r'validation_fraction=2.0 must be in \(0, 1\)'),
     ({'target': 'votes'}, 'needs y of two dimensions'),
-    ({'target': 'ordinal'}, "target='ordinal' is unknown"),
+    ({'target': 'ordinal'}, "target='ordinal' must be one of 'auto', "),
     ({'solver': 'sgd'}, "solver='sgd' must be one of 'auto', 'lbfgs', 'streamed'"),
     ({'class_weight': {0: 'a'}}, 'class_weight=.* must be a dict, each value a number or one of'),
     ({'random_state': 'a'}, "'a' cannot be used to seed"),
