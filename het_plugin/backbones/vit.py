@@ -393,7 +393,8 @@ class ViT(nn.Module):
       # 'kv', because t5x's rules replicate it: every class shard of the head needs all of phi.
       phi = jnp.tanh(Dense(self.representation_size, ('embed', 'kv'), name='representation')(phi))
     if self.naflex is not None:
-      is_sheet = (sizes.min(axis=1) > 0) & (sizes.prod(axis=1) <= num_patches)
+      # Rows of -1, which fill up a batch, are sheets without a patch.
+      is_sheet = (sizes.max(axis=1) <= num_patches) & (sizes.prod(axis=1) <= num_patches)
       phi = jnp.where(is_sheet[:, None], phi, jnp.nan)
     phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))
     return phi, intermediates
