@@ -32,7 +32,7 @@ from het_plugin.estimators.settings import GridSettings, part
 from het_plugin.evaluation.names import task_name
 from het_plugin.measures import votes
 from het_plugin.measures.comparison import EXTREME, extreme_share
-from het_plugin.rows import Rows, check_pair, concatenate
+from het_plugin.rows import Reordered, Rows, check_pair
 from het_plugin.rows.labels import are_marks
 from het_plugin.system import exit_codes
 
@@ -264,8 +264,7 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
     of_fold = train.features, y, fitted, settings, starts, titles
     estimator, point, failures = estimators.probe.fit_best(head, *of_fold)
     rows = train if test is None else test
-    of_parts = estimators.inputs.parts(known, rows.features)
-    predictions = concatenate([_predictions(estimator, rows.take(part)) for part in of_parts])
+    predictions = _predictions(estimator, rows, known)
     parts.append(measures.uncertainty.score_examples(**predictions.labelled, ks=(1,)))
     if predictions.link == 'softmax':
       ood_log_p = None if ood is None else estimator.predict_log_proba(ood)
@@ -302,15 +301,19 @@ def _ends_of_the_grid(outcome, settings):
         yield f'{outcome.head}: {where}: try {beyond} ones.'
 
 
-def _predictions(estimator: estimators.classifier.HeadClassifier, rows: Rows) -> Rows:
-  """What the estimator predicts for the rows, with class numbers as labels."""
+def _predictions(
+  estimator: estimators.classifier.HeadClassifier, rows: Rows, which: np.ndarray
+) -> Rows:
+  """What the estimator predicts for some of the rows, with class numbers as labels."""
+  x = Reordered(rows.features, which)
+  rows = rows.without('features').take(which)
   labels = _columns(rows.labels, estimator.classes_).astype(np.int32)
-  columns = {'log_prob': np.minimum(estimator.predict_log_proba(rows.features), 0.0)}
+  columns = {'log_prob': np.minimum(estimator.predict_log_proba(x), 0.0)}
   link = 'softmax'
   if estimator.target_ == 'indicator':
     link = 'sigmoid'
     on = votes.indicator(labels, len(estimator.classes_))
-    columns['nll'] = estimator.nll(rows.features, on.astype(int))
+    columns['nll'] = estimator.nll(x, on.astype(int))
   weight = rows.label_weight if link == 'softmax' else None
   return Rows(columns, labels, rows.index, weight, link=link)
 

@@ -197,10 +197,9 @@ def _predicted(
   """Numbers of rows [b], and their probabilities [b, K] by the fit to the other folds."""
   size = max(1, _PART_BYTES // (4 * num_classes))
   for (_, held_out), estimator in zip(splits, estimators, strict=True):
-    for part in inputs.parts(held_out, features):
-      for start in range(0, len(part), size):
-        rows = part[start : start + size]
-        yield rows, estimator.predict_clean_proba(features[rows])
+    for start in range(0, len(held_out), size):
+      rows = held_out[start : start + size]
+      yield rows, estimator.predict_clean_proba(rows_lib.Reordered(features, rows))
 
 
 def _write_probs(

@@ -423,11 +423,8 @@ def tau_grid_nll(
   for tau in TAU_GRID:
     model = make_model(tau)
     of_fit = model, 'nll', problem.fit(model, c_noise).params, problem.mean
-    nll = [
-      apply(*of_fit, features[part], targets.values[part], mesh=settings.mesh)
-      for part in inputs.parts(held_out, features.x)
-    ]
-    found[tau] = float(np.average(np.concatenate(nll), weights=weight[held_out]))
+    rows = features.some(held_out), targets.values[held_out]
+    found[tau] = float(np.average(apply(*of_fit, *rows, settings.mesh), weights=weight[held_out]))
   return found
 
 

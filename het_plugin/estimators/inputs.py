@@ -14,7 +14,7 @@ from het_plugin.estimators import placement
 from het_plugin.estimators.targets import Shares, as_array
 from het_plugin.measures import votes
 from het_plugin.rows import Rows, files
-from het_plugin.rows.shards import Joined
+from het_plugin.rows.shards import Joined, Reordered
 
 HALVES = ('bfloat16', 'float16')  # types of two bytes
 # Features of more bytes than this in float32 stay on disk under solver='auto'.
@@ -60,7 +60,7 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
 
 def is_mapped(x: Any) -> bool:
   """Whether an array is a file of floating-point rows that is read where it is touched."""
-  on_disk = isinstance(x, np.memmap | Joined)
+  on_disk = isinstance(x, np.memmap | Joined | Reordered)
   is_float = on_disk and (x.dtype.kind == 'f' or x.dtype == ml_dtypes.bfloat16)
   return is_float and x.ndim == 2 and len(x) > 0
 
@@ -75,13 +75,6 @@ def stamps(x: Any) -> list[tuple[str, int, int]]:
   """Names and stamps of the files whose rows a mapped array has."""
   files_of = [getattr(part, 'filename', None) for part in getattr(x, 'parts', [x])]
   return [(str(path), *stamp(str(path))) for path in files_of if path]
-
-
-def parts(rows: np.ndarray, x: np.ndarray) -> Iterator[np.ndarray]:
-  """Numbers of rows of x [N, D], int [n], in parts that are read one after the other."""
-  for part in np.array_split(rows, -(-len(rows) // _PART_ROWS)):
-    yield part
-    placement.forget_pages(x)
 
 
 def widened(x: np.ndarray) -> np.ndarray:
@@ -148,6 +141,10 @@ class Features:
 
   def __getitem__(self, rows: slice | np.ndarray) -> 'Features':
     return Features(self.x[rows])
+
+  def some(self, rows: np.ndarray) -> 'Features':
+    """Some rows [n], which are read when they are taken."""
+    return Features(Reordered(self.x, rows))
 
   @property
   def width(self) -> int:

@@ -18,6 +18,7 @@ from het_plugin.estimators.classifiers import CLASSIFIERS
 from het_plugin.estimators.model import is_noise
 from het_plugin.estimators.selection import NOISE_SHARE, least_noise
 from het_plugin.estimators.settings import GridSettings
+from het_plugin.rows import Reordered
 
 
 def fit_titles(settings: GridSettings, num_folds: int) -> Iterator[str]:
@@ -108,8 +109,7 @@ def fit_best(
     nll = []
     for point in grid:
       estimator, is_unfinished = fit(point, part)
-      parts = inputs.parts(held_out, x)
-      nll.append(np.concatenate([estimator.nll(x[part], y[part]) for part in parts]))
+      nll.append(estimator.nll(Reordered(x, held_out), y[held_out]))
       failures += is_unfinished
     best = grid[choose(grid, np.stack(nll))]
   estimator, is_unfinished = fit(best, fitted)

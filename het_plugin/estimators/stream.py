@@ -215,9 +215,8 @@ def sample(
   numbers = np.flatnonzero(weight > 0)
   count = min(len(numbers), max(len(numbers) // 10, 1), HELD_BYTES // (4 * features.width))
   numbers = np.sort(np.random.default_rng(seed).choice(numbers, count, replace=False))
-  x = features.x
-  parts = [inputs.widened(np.asarray(x[part])) for part in inputs.parts(numbers, x)]
-  return inputs.Features(np.concatenate(parts)), labels[numbers], weight[numbers]
+  x = np.concatenate([block for _, block in features.some(numbers).blocks()])
+  return inputs.Features(x), labels[numbers], weight[numbers]
 
 
 class _Spilled:

@@ -74,7 +74,7 @@ class Joined:
 
 
 class Reordered:
-  """Rows of features [N, D] in another order, float32 or wider; they are read when they are taken.
+  """Some rows of features [N, D], or all in another order; they are read when they are taken.
 
       >>> import numpy as np
       >>> found = Reordered(np.arange(6, dtype=np.float16).reshape(3, 2), np.array([2, 0, 1]))
@@ -82,14 +82,16 @@ class Reordered:
       ((3, 2), [[4.0, 5.0], [0.0, 1.0]])
 
   Attributes:
-    shape: [N, D].
+    parts: x itself.
+    shape, dtype: [N, D], float32 or wider.
   """
 
   ndim = 2
 
   def __init__(self, x: 'np.ndarray | Joined', order: np.ndarray):
-    self._x = x
+    self.parts = (x,)
     self._order = order
+    self.dtype = np.result_type(x.dtype, np.float32)
     self.shape = (len(order), x.shape[1])
     self.size = len(order) * x.shape[1]
 
@@ -97,8 +99,7 @@ class Reordered:
     return len(self._order)
 
   def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
-    found = np.asarray(self._x[self._order[rows]])
-    return found if found.dtype.itemsize > 2 else found.astype(np.float32)
+    return np.asarray(self.parts[0][self._order[rows]]).astype(self.dtype, copy=False)
 
 
 def names(pattern: str) -> list[str]:
