@@ -195,7 +195,7 @@ def _predicted(
   features: Any, splits: Sequence[Any], estimators: Sequence[Any], num_classes: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
   """Numbers of rows [b], and their probabilities [b, K] by the fit to the other folds."""
-  size = max(1, _PART_BYTES // (4 * num_classes))
+  size = min(_PART_ROWS, max(1, _PART_BYTES // (4 * num_classes)))
   for (_, held_out), estimator in zip(splits, estimators, strict=True):
     for start in range(0, len(held_out), size):
       rows = held_out[start : start + size]

@@ -452,7 +452,9 @@ def apply(
     [N, ...].
   """
   # Inputs of many lengths share few programs, of a power of two rows where they are one block.
-  size = min(objective.block_rows(model, 1 << (len(features) - 1).bit_length()), 4096)
+  size = min(
+    objective.block_rows(model, 1 << (len(features) - 1).bit_length(), features.width), 4096
+  )
   sources: list[tuple[Callable, tuple]] = [
     (lambda rows: inputs.widened(np.asarray(features.x[rows])) - mean, (features.width,))
   ]

@@ -87,12 +87,12 @@ def _strided(blocks: Blocks, stride: int) -> Blocks:
   return dataclasses.replace(blocks, **{name: chosen(getattr(blocks, name)) for name in names})
 
 
-def block_rows(model: Model, num_rows: int) -> int:
-  """Rows per block, so that the numbers per class and factor or sample fit `BLOCK_BYTES`."""
+def block_rows(model: Model, num_rows: int, num_features: int) -> int:
+  """Rows per block: its features, and its numbers per class and factor or sample, fit a budget."""
   num_factors = dict(model.noise).get('num_factors', 0)
   samples = 0 if model.head == 'det' or model.link == 'sigmoid' else min(32, model.num_samples)
   copies = 2 + num_factors + samples
-  row_bytes = copies * model.num_classes * 4
+  row_bytes = 4 * max(copies * model.num_classes, num_features)
   limit = BLOCK_BYTES // row_bytes
   if jax.default_backend() == 'cpu':
     limit = max(CACHE_BYTES // row_bytes, min(limit, 256))
@@ -144,7 +144,7 @@ def make_rows(model, x, mean, target, weight, c, c_noise) -> Blocks:
     mean,
     target,
     weight,
-    block_rows(model, len(x)),
+    block_rows(model, *x.shape),
     total=jnp.float32(weight.sum()),
     strength=jnp.float32(1.0 / c),
     noise_strength=jnp.float32(1.0 / c_noise),

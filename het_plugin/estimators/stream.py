@@ -203,7 +203,7 @@ def make_stream(
 ) -> Stream:
   """A `Stream` of the rows of arrays [N, ...] that have weight."""
   numbers = None if (weight > 0).all() else np.flatnonzero(weight > 0)
-  size = objective.block_rows(model, len(x) if numbers is None else len(numbers))
+  size = objective.block_rows(model, len(x) if numbers is None else len(numbers), x.shape[1])
   strengths = jnp.float32(1.0 / c), jnp.float32(1.0 / c_noise)
   return Stream(x, values, weight, numbers, mean, far, *strengths, size, mesh)
 
