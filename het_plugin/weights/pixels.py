@@ -39,8 +39,16 @@ _PROCESSORS: Mapping[str, Settings] = {
   'DeiT': {'size': 256, 'resample': 3, 'do_center_crop': True, 'crop_size': 224},
   'Beit': {'size': _SQUARE, 'resample': 3, 'crop_size': 224},
   'CLIP': _OF_CLIP,
+  'Llava': _OF_CLIP,
   'Bit': _OF_CLIP,
   'Siglip': {'size': _SQUARE, 'resample': 3, 'one_size': 'shortest_edge'},
+  'Gemma3': {'size': _SQUARE, 'resample': 2},
+  'GotOcr2': {  # of InternVL
+    'size': {'height': 384, 'width': 384},
+    'resample': 3,
+    'image_mean': _CLIP_MEAN,
+    'image_std': _CLIP_STD,
+  },
   'Siglip2': {'patch_size': 16, 'max_num_patches': 256, 'resample': 2},
   'Tipsv2': {'size': {'height': 448, 'width': 448}, 'resample': 2, 'do_normalize': False},
   'ConvNext': {
@@ -82,7 +90,8 @@ _KIND = re.compile(r'(\w+?)(?:ImageProcessor(?:Fast|Pil)?|FeatureExtractor)')
 _IDLE = re.compile(
   r'image_processor_type|feature_extractor_type|processor_class|_valid_processor_keys|auto_map|'
   r'(?:input_)?data_format|device|return_tensors|disable_grouping|default_to_square|use_fast|'
-  r'do_convert_rgb|do_reduce_labels|reduce_labels|rescale_factor|pad_size|antialias'
+  r'do_convert_rgb|do_reduce_labels|reduce_labels|rescale_factor|pad_size|antialias|'
+  r'image_seq_length|(?:min|max)_patches|pan_and_scan_\w+'  # of tiles, which are refused
 )
 _READ = {
   'do_resize': True,

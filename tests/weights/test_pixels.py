@@ -39,6 +39,9 @@ TRANSFORMERS = {
   'ConvNext, large': {'size': 384},
   'DINOv3ViT': {'size': 48},
   'Tipsv2': {'size': {'height': 48, 'width': 48}},
+  'Gemma3': {'size': {'height': 48, 'width': 48}},
+  'GotOcr2': {'size': {'height': 48, 'width': 48}},
+  'Llava': {'size': {'shortest_edge': 60}, 'crop_size': {'height': 48, 'width': 48}},
 }
 
 
@@ -152,6 +155,7 @@ def test_a_very_narrow_photograph_needs_little_memory(monkeypatch):
     (pixels.PREPROCESSOR, CLIP | {'do_center_crop': False}, 'do_center_crop=False .* no squares'),
     (pixels.PREPROCESSOR, CLIP | {'do_rescale': False}, 'do_rescale=False .* must be True'),
     (pixels.PREPROCESSOR, CLIP | {'rescale_factor': 1.0}, 'rescale_factor=1.0 .* must be 1 / 255'),
+    (pixels.PREPROCESSOR, CLIP | {'crop_to_patches': True}, 'crop_to_patches=True .* be read'),
     (pixels.PREPROCESSOR, CLIP | {'do_pad': True}, 'do_pad=True .* cannot be read'),
     (pixels.PREPROCESSOR, CLIP | {'crop_size': 12}, 'crop_size=12 .* at most its size, 11'),
     (pixels.PREPROCESSOR, CLIP | {'size': {'longest_edge': 9}}, "size={'longest_edge': 9} .* squ"),
