@@ -30,9 +30,9 @@ their f_C(z) is near f(z), and costs C exponentials in place of K.
 
 What is chosen has no gradient: the gradient of the loss is that of the mean over the posterior.
 
-Some of the points come from N(mean, I), which is as wide as the noise, so that no point has a large
-weight (a defensive mixture, Hesterberg 1995). They are half of them where the noise is many times
-tau: the softmax is near a step there, and no Gaussian is near its posterior.
+A quarter of the points comes from N(mean, I), which is as wide as the noise, so that no point has a
+large weight (a defensive mixture, Hesterberg 1995). Where the noise is many times tau, the softmax
+is near a step, and no Gaussian is near its posterior.
 
 B examples, K classes, C of them, T = R + 1 normals, m dimensions of the fit. A remainder 'diag' has
 Q normals in place of one: the fit takes the one along the direction that moves the label, and the
@@ -75,8 +75,7 @@ NUM_FIT_POINTS = 16
 NUM_BISECTIONS = 12
 NUM_FITTED = 16  # m, dimensions of the fit
 SHARE = 0.5
-MAX_SHARES = 6.0  # of the precision, summed over the normals
-WIDE_SHARE = 0.125  # of the points: no weight is above 8 times their mean
+WIDE_SHARE = 0.25  # of the points
 MAX_STEP = 2.0  # of the mean of q, in standard deviations of the noise
 SMALL_TAIL = 1e-3  # below this share of all classes, the mean of those left out is rounding
 GOLDEN = (
@@ -269,14 +268,12 @@ class Gaussian:
     mean: [B, m].
     lower: L [B, m, m] of the precision L L^T.
     inverse: of L.
-    wide_share: of the points that come from N(mean, I), [B, 1].
     rotation: as in `directions.Draws`; None where m = T.
   """
 
   mean: jax.Array
   lower: jax.Array
   inverse: jax.Array
-  wide_share: jax.Array
   rotation: Rotation | None
 
   def points(self, x: jax.Array, is_wide: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -285,12 +282,12 @@ class Gaussian:
 
     Args:
       x: normals [B, s, T].
-      is_wide: bool [B, s], those that come from N(mean, I).
+      is_wide: bool [s], those that come from N(mean, I), a share `WIDE_SHARE`.
     """
     size = self.mean.shape[-1]
     near = x[..., :size]
     away = jnp.einsum('bsn,bnt->bst', near, self.inverse)
-    away = jnp.where(is_wide[..., None], near, away)
+    away = jnp.where(is_wide[:, None], near, away)
     mean = self.mean[:, None]
     both = jnp.stack([mean + away, mean - away], axis=1)  # [B, 2, s, m]
 
@@ -298,8 +295,7 @@ class Gaussian:
     log_root = jnp.log(jnp.diagonal(self.lower, axis1=-2, axis2=-1)).sum(axis=-1)[:, None]
     log_q = log_root - 0.5 * jnp.square(near).sum(axis=-1)
     log_wide = -0.5 * jnp.square(away).sum(axis=-1)
-    share = self.wide_share
-    log_mixed = jnp.logaddexp(log_q + jnp.log1p(-share), log_wide + jnp.log(share))
+    log_mixed = jnp.logaddexp(log_q + math.log(1.0 - WIDE_SHARE), log_wide + math.log(WIDE_SHARE))
     log_ratio = -0.5 * jnp.square(both).sum(axis=-1) - log_mixed[:, None]
 
     rest = jnp.pad(x[..., size:], ((0, 0), (1, 0), (0, 0)))
@@ -354,10 +350,8 @@ def fit(few: Few) -> Gaussian:
 
   state = jnp.zeros_like(factors[..., 0]), square, square
   mean, curvature, _ = jax.lax.fori_loop(0, NUM_FIT_STEPS, move, state)
-  shares = SHARE * jnp.trace(curvature, axis1=1, axis2=2)[:, None]
   lower, inverse = root_of(eye + SHARE * curvature, eye)
-  wide_share = jnp.where(shares <= MAX_SHARES, WIDE_SHARE, 0.5)
-  return Gaussian(mean, lower, inverse, wide_share, rotation)
+  return Gaussian(mean, lower, inverse, rotation)
 
 
 def root_of(matrix: jax.Array, eye: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -471,7 +465,7 @@ def choose(
   # One normal more, whose first one moves the places below: it is independent of all the others.
   x = sampler(keys, index, num_normals + 1).astype(few.factors.dtype)
   x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
-  z, log_ratio = q.points(x[..., :-1], index.astype(x.dtype) >= (1.0 - q.wide_share) * count)
+  z, log_ratio = q.points(x[..., :-1], np.arange(count) >= (1.0 - WIDE_SHARE) * count)
   mean = z[:, 0]
   away = z[:, 1:]
   log_p = few.log_p(jnp.concatenate([z[:, :1] + away, z[:, :1] - away], axis=1))
