@@ -115,7 +115,7 @@ def read(source: str, column: str = 'features', *, mapped: bool = False) -> Rows
     if split is not None:
       raise ValueError(f'{source}: several files as one have no split: name them without')
     return joined
-  with reading(path):
+  with reading(path), np.errstate(over='ignore'):  # `_check` tells of what float32 cannot hold
     arrays = _arrays(path, column, mapped)
     about = _description(path, arrays)
     _check_sums(arrays, about)
@@ -205,6 +205,8 @@ def reading(path: str) -> Generator[None]:
   """Turns any error into a ValueError of one sentence that names the file."""
   try:
     yield
+  except FileNotFoundError as error:
+    raise ValueError(f'file {path} does not exist') from error
   except Exception as error:  # a damaged file makes zipfile, numpy, json ... raise many types
     message = ' '.join(str(error).split()) or type(error).__name__
     raise ValueError(message if path in message else f'{path}: {message}') from error
@@ -349,13 +351,20 @@ def _map_safetensors(path: str) -> dict[str, np.ndarray]:
   with open(path, 'rb') as stream:
     length = int.from_bytes(stream.read(8), 'little')
     header = json.loads(stream.read(length))
+    num_bytes = stream.seek(0, 2) - 8 - length  # of the arrays
   header.pop('__metadata__', None)
   arrays = {}
   for name, entry in header.items():
     start, stop = entry['data_offsets']
-    if entry['dtype'] not in SAFETENSORS_DTYPES or start == stop:
-      raise ValueError(f'{name} has the type {entry["dtype"]} and {stop - start} bytes')
-    content = np.memmap(path, np.uint8, 'r', 8 + length + start, (stop - start,))
+    if entry['dtype'] not in SAFETENSORS_DTYPES:
+      raise ValueError(
+        f'{name} has the type {entry["dtype"]}; choose from {", ".join(SAFETENSORS_DTYPES)}'
+      )
+    if stop > num_bytes:
+      raise ValueError(f'it is cut short: {name} ends at byte {stop} of {num_bytes}')
+    content = np.empty(0, np.uint8)  # which cannot be mapped
+    if stop > start:
+      content = np.memmap(path, np.uint8, 'r', 8 + length + start, (stop - start,))
     arrays[name] = content.view(SAFETENSORS_DTYPES[entry['dtype']]).reshape(entry['shape'])
   return arrays
 
@@ -554,10 +563,12 @@ def _rows_of_split(arrays: Mapping[str, np.ndarray], split: str, num_rows: int) 
 def _check(rows: Rows) -> None:
   """Raises ValueError if a value is not finite or out of range."""
   if 'features' in rows.columns:
-    blocks = _blocks(rows.features)
+    blocks = (x.astype(np.float32, copy=False) for x in _blocks(rows.features))
     wrong = np.flatnonzero(np.concatenate([~np.isfinite(x).all(axis=1) for x in blocks]))
     if len(wrong):
-      raise ValueError(f'there are {len(wrong)} rows that are not finite, first row {wrong[0]}')
+      raise ValueError(
+        f'there are {len(wrong)} rows that are not finite in float32, first row {wrong[0]}'
+      )
   names = rows.class_names
   num_classes = None
   if 'log_prob' in rows.columns:

@@ -98,8 +98,8 @@ def test_npy_with_labels_and_splits_in_one_file(tmp_path):
       r'label 2 of example 1 is out of range; labels are 0 \.\. 1',
     ),
     (
-      dict(features=np.array([[np.nan]]), label=np.zeros(1, int)),
-      '1 rows that are not finite, first row 0',
+      dict(features=np.array([[1.0], [np.nan], [1e39]]), label=np.zeros(3, int)),
+      '2 rows that are not finite in float32, first row 1',
     ),
     (dict(features=np.ones((1, 1)), label=np.array([2**32 + 1])), 'label 4294967297'),
     (dict(features=np.ones((1, 1)), label=np.array([0.0])), r'labels are float64 \[1\]'),
@@ -171,12 +171,22 @@ def test_wrong_files(tmp_path):
   for name, message in [
     ('x.npz', 'cannot be read'),
     ('y.npz', 'does not exist'),
+    ('y.parquet', 'y.parquet does not exist'),
     ('x.txt', 'must end in .npz'),
     ('f.npy', 'write FEATURES.npy,LABELS.npy'),
     ('f.npy,l.npy', 'f.npy does not exist'),
   ]:
     with pytest.raises(ValueError, match=message):
       rows.read(str(tmp_path / name))
+  empty = {'features': np.ones((0, 2), np.float32), 'label': np.zeros(0, int)}
+  safetensors.numpy.save_file(empty, tmp_path / 'x.safetensors')
+  for mapped in (False, True):
+    with pytest.raises(ValueError, match='N and D at least 1'):
+      rows.read(str(tmp_path / 'x.safetensors'), mapped=mapped)
+  safetensors.numpy.save_file({'features': np.ones((9, 2), np.float32)}, tmp_path / 'x.safetensors')
+  (tmp_path / 'x.safetensors').write_bytes((tmp_path / 'x.safetensors').read_bytes()[:-4])
+  with pytest.raises(ValueError, match='cut short: features ends at byte 72 of 68'):
+    rows.read(str(tmp_path / 'x.safetensors'), mapped=True)
   with pytest.raises(ValueError, match='must end in .npz or .safetensors'):
     rows.write(tmp_path / 'x.npy', make())
 
@@ -251,7 +261,7 @@ def test_columns_of_parquet_are_rows(tmp_path, kind, monkeypatch):
     ({'label': [0, 1]}, 'exactly one of the arrays features'),
     ({'x': [[1.0], [1.0, 2.0]], 'y': [0, 1]}, 'x has 2 values in row 1 and 1 in row 0'),
     ({'x': [[1.0], None], 'y': [0, 1]}, 'x has no value in row 1'),
-    ({'x': [[1.0], [np.nan]], 'y': [0, 1]}, 'not finite, first row 1'),
+    ({'x': [[1.0], [np.nan]], 'y': [0, 1]}, 'not finite in float32, first row 1'),
   ],
 )
 def test_wrong_columns_of_parquet(tmp_path, columns, message):
