@@ -276,7 +276,7 @@ class Gaussian:
   inverse: jax.Array
   rotation: Rotation | None
 
-  def points(self, x: jax.Array, is_wide: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def points(self, x: jax.Array, is_wide: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """The mean and the differences from it, [B, 1 + s, T], of pairs of points; and
     log N(z; 0, I) / q(z) of mean + difference and of mean - difference, [B, 2, s].
 
