@@ -455,9 +455,13 @@ def apply(
   size = min(
     objective.block_rows(model, 1 << (len(features) - 1).bit_length(), features.width), 4096
   )
-  sources: list[tuple[Callable, tuple]] = [
-    (lambda rows: inputs.widened(np.asarray(features.x[rows])) - mean, (features.width,))
-  ]
+
+  def from_mean(rows: slice) -> np.ndarray:
+    x = inputs.widened(np.asarray(features.x[rows])) - mean
+    # NaN reaches the output, of which every process sees all; a sigmoid of infinity is finite.
+    return np.where(np.isfinite(x), x, np.nan) if features.is_mapped else x
+
+  sources: list[tuple[Callable, tuple]] = [(from_mean, (features.width,))]
   if target is not None:
     sources.append((target.__getitem__, target.shape[1:]))
 

@@ -282,7 +282,7 @@ class Gaussian:
 
     Args:
       x: normals [B, s, T].
-      is_wide: bool [s], those that come from N(mean, I), a share `WIDE_SHARE`.
+      is_wide: bool [s], those that come from N(mean, I).
     """
     size = self.mean.shape[-1]
     near = x[..., :size]
@@ -295,7 +295,9 @@ class Gaussian:
     log_root = jnp.log(jnp.diagonal(self.lower, axis1=-2, axis2=-1)).sum(axis=-1)[:, None]
     log_q = log_root - 0.5 * jnp.square(near).sum(axis=-1)
     log_wide = -0.5 * jnp.square(away).sum(axis=-1)
-    log_mixed = jnp.logaddexp(log_q + math.log(1.0 - WIDE_SHARE), log_wide + math.log(WIDE_SHARE))
+    log_mixed = jnp.logaddexp(
+      log_q + math.log((~is_wide).mean()), log_wide + math.log(is_wide.mean())
+    )
     log_ratio = -0.5 * jnp.square(both).sum(axis=-1) - log_mixed[:, None]
 
     rest = jnp.pad(x[..., size:], ((0, 0), (1, 0), (0, 0)))

@@ -266,7 +266,6 @@ def test_the_memory_of_a_streamed_fit_does_not_grow_with_n(tmp_path):
 
   small = peak(80_000)
   large = peak(200_000)
-  print('PEAKS', small, large)
   assert large - small < 75, (small, large)  # -23 was seen
 
 
@@ -321,6 +320,16 @@ def test_wrong_rows_are_one_sentence(data, solver, tmp_path):
     det.fit(mapped(x, tmp_path), y)
   with pytest.raises(ValueError, match=r'X has shape \(60,\), and must be \[N, D\]'):
     det.fit(x[:, 0], y)
+
+
+def test_infinity_in_a_file_has_no_probability(data, tmp_path):
+  """A sigmoid of infinity would be 1."""
+  x, y = (rows[:60].copy() for rows in data)
+  with pytest.warns(ConvergenceWarning):
+    det = DetClassifier(max_iter=2).fit(x, np.eye(y.max() + 1, dtype=int)[y])
+  x[7, 2] = np.inf
+  with pytest.raises(ValueError, match='Input X contains NaN or infinity.* in row 7'):
+    det.predict_proba(mapped(x, tmp_path))
 
 
 def test_more_classes_than_rows_is_a_warning(data):

@@ -331,7 +331,7 @@ def test_tilted_loss_of_64_samples_is_better_than_1000_independent_ones():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('num_samples', [4, 32])  # 32 points share 4 draws
+@pytest.mark.parametrize('num_samples', [4, 17])  # no quarter of the points of 17 is a whole number
 def test_tilt_is_unbiased_also_for_the_least_probable_label(num_samples):
   logits = make_rotated(std=2.0)
   label = log_p_of_all(logits, 2**14).argmin(axis=-1)
