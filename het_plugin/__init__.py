@@ -6,9 +6,11 @@ The names below are imported when they are first used. `import het_plugin` alone
 nor TensorFlow, and the heads, integrators and backbones import JAX, flax and NumPy only.
 """
 
-from etils import epy
+from typing import TYPE_CHECKING
 
-with epy.lazy_api_imports(globals()):
+from het_plugin.system import faces
+
+if TYPE_CHECKING:
   from het_plugin.backbones import ResNet, TextTransformer, ViT, resnet, text_transformer, vit
   from het_plugin.heads import (
     BatchSoftmax,
@@ -41,7 +43,10 @@ with epy.lazy_api_imports(globals()):
   from het_plugin.models import ClassificationModel, ContrastiveModel
 
 __version__ = '0.1.0'
-# help() and a star import, which import all names, do without the models: these need `train`.
-__all__ = sorted(
-  x for x in globals()['__dir__']() if x != 'epy' and x[0] != '_' and not x.endswith('Model')
-)
+__getattr__, _names = faces.on_first_use(__name__)
+# The models need the extra `train`, so help() and a star import, which import all names, omit them.
+__all__ = ['__version__', *(x for x in _names if not x.endswith('Model'))]
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

@@ -5,4 +5,4 @@ A command imports this room first. It needs neither jax nor gin, so that --help 
 
 from het_plugin.system import versions
 
-versions.check('absl', 'rich')
+versions.check('absl', 'etils')

@@ -1,9 +1,10 @@
 """Data: tasks read by global position, preprocessing, vocabularies and seqio tasks."""
 
-from etils import epy
+from typing import TYPE_CHECKING
 
-# Imported on first use: estimators need no images, and two bring TensorFlow.
-with epy.lazy_api_imports(globals()):
+from het_plugin.system import faces
+
+if TYPE_CHECKING:  # imported on first use: estimators need no images, and two bring TensorFlow
   from het_plugin.data import annotations, array_source, image_folder, preprocess, sources, tasks
   from het_plugin.data.pipeline import (
     BatchIterator,
@@ -31,3 +32,5 @@ SAME_RESULTS = (
   'DatasetConfig.num_workers',
   'DatasetConfig.max_corrupt_fraction',
 )
+
+__getattr__, __all__ = faces.on_first_use(__name__)

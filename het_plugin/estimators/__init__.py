@@ -1,8 +1,10 @@
 """Heads fitted to saved representations, with scikit-learn's interface."""
 
-from etils import epy
+from typing import TYPE_CHECKING
 
-with epy.lazy_api_imports(globals()):
+from het_plugin.system import faces
+
+if TYPE_CHECKING:
   from het_plugin.estimators import (
     audit,
     classifier,
@@ -22,3 +24,5 @@ with epy.lazy_api_imports(globals()):
   from het_plugin.estimators.files import from_head, head_params, load, save, to_checkpoint
   from het_plugin.estimators.out_of_fold import cross_val_predict
   from het_plugin.estimators.serving import export
+
+__getattr__, __all__ = faces.on_first_use(__name__)

@@ -1,8 +1,10 @@
 """A file for each command: source -> rows -> measure -> report; and evaluations during training."""
 
-from etils import epy
+from typing import TYPE_CHECKING
 
-with epy.lazy_api_imports(globals()):
+from het_plugin.system import faces
+
+if TYPE_CHECKING:
   from het_plugin.evaluation import (
     candidates,
     class_covariance,
@@ -20,3 +22,5 @@ CONFIGURABLES = {
   'fewshot': ('FewShotDataset',),
   'zeroshot_datasets': ('ZeroShotDataset', 'run_tokenizer'),
 }
+
+__getattr__, __all__ = faces.on_first_use(__name__)

@@ -4,8 +4,12 @@ They need numpy, scipy and scikit-learn, and know neither JAX nor files nor flag
 K classes, D features.
 """
 
-from etils import epy
+from typing import TYPE_CHECKING
 
-with epy.lazy_api_imports(globals()):
+from het_plugin.system import faces
+
+if TYPE_CHECKING:
   from het_plugin.measures import agreement, audit, rankme, uncertainty, votes
   from het_plugin.measures.fewshot import few_shot
+
+__getattr__, __all__ = faces.on_first_use(__name__)

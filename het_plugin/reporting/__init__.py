@@ -1,8 +1,10 @@
 """Results as a table, a JSON file, plots and one HTML page."""
 
-from etils import epy
+from typing import TYPE_CHECKING
 
-with epy.lazy_api_imports(globals()):  # imported on first use: tables need no matplotlib
+from het_plugin.system import faces
+
+if TYPE_CHECKING:  # imported on first use: tables need no matplotlib
   from het_plugin.reporting.columns import Table, cell, counted, p_text, shots_text
   from het_plugin.reporting.pictures import covariance_png, examples_png, thumbnail_png
   from het_plugin.reporting.plots import (
@@ -24,3 +26,5 @@ with epy.lazy_api_imports(globals()):  # imported on first use: tables need no m
     written_here,
   )
   from het_plugin.reporting.text import aligned, plain_table
+
+__getattr__, __all__ = faces.on_first_use(__name__)

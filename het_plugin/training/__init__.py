@@ -1,8 +1,10 @@
 """The built-in t5x-style trainer: it needs a model with the t5x interface and `BaseAction`s."""
 
-from etils import epy
+from typing import TYPE_CHECKING
 
-with epy.lazy_api_imports(globals()):
+from het_plugin.system import faces
+
+if TYPE_CHECKING:
   from het_plugin.training import checkpoint_reader, checkpoints, class_names, optimizers, state
 
 CONFIGURABLES = {
@@ -40,3 +42,5 @@ SAME_RESULTS = (
   'SaveCheckpointConfig.keep',
   'CheckpointConfig.restore',
 )
+
+__getattr__, _ = faces.on_first_use(__name__)

@@ -1,8 +1,8 @@
 """Reads and writes published weights; `layouts` and `towers` list the supported projects."""
 
-from etils import epy
+from typing import TYPE_CHECKING
 
-from het_plugin.weights import files
+from het_plugin.system import faces
 from het_plugin.weights.files import is_weights_file, read_arrays, write_arrays
 from het_plugin.weights.hub import local
 from het_plugin.weights.towers import (
@@ -23,15 +23,14 @@ from het_plugin.weights.transfer import (
   unstacked,
 )
 
-with epy.lazy_api_imports(globals()):
-  from het_plugin.weights import programs
+if TYPE_CHECKING:
+  from het_plugin.weights import files, programs
 
 __all__ = [
   'HEADS',
   'INIT',
   'LoadReport',
   'export_params',
-  'files',
   'is_tower',
   'is_weights_file',
   'load_params',
@@ -46,3 +45,4 @@ __all__ = [
   'unstacked',
   'write_arrays',
 ]
+__getattr__, _ = faces.on_first_use(__name__)

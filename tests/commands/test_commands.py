@@ -207,7 +207,7 @@ def test_what_an_extra_brings_is_enough(extra, absent, code):
 @pytest.mark.parametrize('name', [None, *front.commands()])
 def test_a_missing_extra_is_one_sentence(name, tmp_path):
   start = ['-c', MISSING] if name is None else ['-m', f'het_plugin.{name}']
-  absent = ('gin', 'optax', 'orbax', 'rich', 'safetensors', 'tensorflow')
+  absent = ('etils', 'gin', 'optax', 'orbax', 'safetensors', 'tensorflow')
   (tmp_path / 'sitecustomize.py').write_text(
     f'import sys\nsys.modules |= dict.fromkeys({absent})\n'
   )
