@@ -12,7 +12,7 @@ import dataclasses
 import io
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import cykooz_resizer as fast
 import numpy as np
@@ -243,6 +243,26 @@ class ResizeAndCrop:
     levels = np.array([rows >> 8, rows & 255, columns >> 8, columns & 255])
     sheet[-1, -4:, 0] = levels if image.dtype == np.uint8 else 2 / 255 * levels - 1
     return sheet
+
+
+def check_images(resize: Any, backbone: Any, reader: str) -> None:
+  """Raises ValueError if the backbone of `reader` takes other images than `resize` makes.
+
+  `resize` is as in DatasetConfig. Only `ResizeAndCrop(mode='patches')` makes sheets, and only a
+  backbone with `naflex` takes them.
+  """
+  kinds = 'squares', 'pictures of any aspect (NaFlex)'
+  makes = isinstance(resize, ResizeAndCrop) and resize.mode == 'patches'
+  takes = bool(getattr(backbone, 'naflex', None))
+  if makes != takes:
+    wanted = "resize must be ResizeAndCrop(mode='patches')" if takes else 'take another mode'
+    raise ValueError(
+      f'resize={resize!r} makes {kinds[makes]}, and {reader} takes {kinds[takes]}: {wanted}'
+    )
+  if takes and resize.patch_size != backbone.patch_size:
+    raise ValueError(
+      f'ResizeAndCrop.patch_size={resize.patch_size} must be {backbone.patch_size}, as in {reader}'
+    )
 
 
 def patch_grid(height: int, width: int, patch_size: int, max_patches: int) -> tuple[int, int]:

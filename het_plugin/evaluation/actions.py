@@ -57,7 +57,16 @@ class PeriodicAction(BaseAction):
     """Checks the data sets, and reads which steps an earlier run has evaluated."""
     self._context = context
     # Its parameters come with each evaluation; what is compiled for the first one stays.
-    self._run = Run(context.model, context.partitioner, None, None, self.image_size, self.channels)
+    self._run = Run(
+      context.model,
+      context.partitioner,
+      None,
+      None,
+      self.image_size,
+      self.channels,
+      checkpoint='the model',
+      resize=context.resize,
+    )
     for dataset in self.datasets:
       self.check(self._run, dataset)
     self._file = epath.Path(context.model_dir) / f'{self.kind}.jsonl'

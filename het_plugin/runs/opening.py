@@ -25,7 +25,7 @@ from etils import epath
 from flax import traverse_util
 
 import gin
-from het_plugin import weights
+from het_plugin import data, weights
 from het_plugin.config import changes, foreign, gin_state, parsing, registry, uses
 from het_plugin.runs.checkpoint import Checkpoint
 from het_plugin.runs.run import Run
@@ -182,13 +182,14 @@ class Configuration:
     """The run on a mesh of the devices here; collective.
 
     Raises:
-      ValueError: the parameters do not fit the model.
+      ValueError: the parameters, or the images, do not fit the model.
     """
     checkpoint = self.checkpoint
     model = self.argument('model')
     partitioner = self.argument('partitioner')
     dataset = self.argument('train_dataset_cfg')
     lengths = dataset.task_feature_lengths
+    data.preprocess.check_images(self.resize, getattr(model, 'backbone', None), checkpoint.path)
 
     def shapes_of(channels: int) -> dict[str, tuple[int, ...]]:
       made = jax.eval_shape(lambda: initial_variables(model, lengths, channels)['params'])

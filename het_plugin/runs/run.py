@@ -251,12 +251,9 @@ class Run:
     of_run['resize'] = None if of_task and task != self.task else self.resize
     if settings.get('resize') is None:
       settings.pop('resize', None)
-    elif self.reads_sheets:
-      raise ValueError(
-        f'resize={settings["resize"]!r} makes squares, and {self.checkpoint} takes pictures of any '
-        'aspect (NaFlex): leave it out'
-      )
     settings = of_run | {'max_labels': max_labels} | settings
+    backbone = getattr(self.model, 'backbone', None)
+    data.preprocess.check_images(settings['resize'], backbone, self.checkpoint)
     config = data.one_pass(task, split, bounded=max_examples is not None, **settings)
     rows = None if whole else self.partitioner.batch_rows(config.batch_size)
     with contextlib.closing(data.get_dataset(config, rows)) as batches:

@@ -45,6 +45,8 @@ class ActionContext:
   metrics: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
   # shapes of the training's batches, by feature, such as 'image'; {} where they are not known
   input_shapes: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+  # how images are made for evaluation, as `DatasetConfig.resize`; None for each task's own way
+  resize: Any = None
 
 
 class BaseAction(abc.ABC):

@@ -249,6 +249,7 @@ def train(
       random_seed=random_seed,
       evaluated_step=start.step if start.evaluated else start.step - 1,
       input_shapes={name: spec.shape for name, spec in train_iter.element_spec.items()},
+      resize=getattr(train_eval_dataset_cfg or train_dataset_cfg, 'resize', None),
     )
     for mode, group in actions.items():
       for action in group:
@@ -321,6 +322,8 @@ def _check_datasets(
   """
   infos = []
   for cfg in cfgs:
+    if hasattr(cfg, 'resize'):
+      data.preprocess.check_images(cfg.resize, getattr(model, 'backbone', None), 'the model')
     if hasattr(model, 'validate'):
       # The number of token ids of captions depends on the vocabulary.
       vocabulary = getattr(cfg, 'vocabulary', None)

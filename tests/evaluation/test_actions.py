@@ -10,7 +10,8 @@ import optax
 import pytest
 
 from het_plugin import data
-from het_plugin.backbones import ViT
+from het_plugin.backbones import ViT, naflex
+from het_plugin.data.preprocess import ResizeAndCrop
 from het_plugin.evaluation.actions import FewShotAction, PeriodicAction, ZeroShotAction
 from het_plugin.evaluation.fewshot import FewShotDataset
 from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset
@@ -168,6 +169,27 @@ def test_bad_settings_are_one_sentence(tmp_path, change, message):
   context, _ = make_context(tmp_path)
   with pytest.raises(ValueError, match=message):
     make_action(**change).setup(context)
+
+
+@pytest.mark.parametrize('resize', [None, ResizeAndCrop('patches', patch_size=2, max_patches=9)])
+def test_pictures_of_any_aspect_are_made_as_in_the_training(tmp_path, resize):
+  tower = ViT(2, 8, 1, 8, 2, pooling='gap', naflex='bilinear', stored_grid=3)
+  integrator = Integrator(num_samples=2)
+  model = Model(tower, Det(num_classes=10), None, integrator, integrator)
+  context = ActionContext(model, PjitPartitioner(), Writer(), str(tmp_path), 0, resize=resize)
+  dataset = FewShotDataset('digits', 'digits', max_train=20, max_test=20)
+  action = make_action(shots=(1,), seeds=(0,), datasets=(dataset,), batch_size=8)
+  if resize is None:
+    message = 'resize=None makes squares, and the model takes pictures'
+    with pytest.raises(ValueError, match=message):
+      action.setup(context)
+    with pytest.raises(ValueError, match=message):
+      cfg = data.one_pass('digits', 'train', image_size=8, batch_size=8, bounded=True)
+      toy_run.run(tmp_path, model=model, train_dataset_cfg=cfg, task_info_fn=data.task_info)
+    return
+  action.setup(context)
+  with action._run.open_split('train', 8, task='digits', batch_size=8) as (batches, _):
+    assert (naflex.grid_of(next(batches)['image']) == 3).all()
 
 
 FEW_DIGITS = ZeroShotDataset('digits', 'digits', 'test[:64]', 'none')

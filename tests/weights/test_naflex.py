@@ -171,6 +171,18 @@ def test_a_published_file_reads_photographs_and_arrays(siglip_file):
     run.config.published_params()
 
 
+@pytest.mark.parametrize(
+  'binding,message',
+  [
+    ('DatasetConfig.resize = None', 'resize=None makes squares, and .* pictures of any aspect'),
+    ('ResizeAndCrop.patch_size = 5', 'patch_size=5 must be 7, as in .*safetensors'),
+  ],
+)
+def test_images_of_another_kind_end_the_opening(siglip_file, binding, message):
+  with pytest.raises(ValueError, match=message):
+    runs.open_run(siglip_file, bindings=[binding])
+
+
 def test_what_does_not_fit_is_refused():
   with pytest.raises(ValueError, match=r"ViT.naflex='bilinear' needs .* 'rope' and 5"):
     ViT(4, 16, 1, 24, 2, naflex='bilinear', stored_grid=5, position='rope')
