@@ -107,10 +107,16 @@ def find(path: epath.PathLike) -> epath.Path:
   if (path / 'state').exists():
     return path
   if not path.is_dir():
-    raise ValueError(f'{path} does not exist, or is not the directory of a run or checkpoint')
+    what = 'is a file, but no .safetensors or .npz' if path.exists() else 'does not exist'
+    raise ValueError(f'{path} {what}: give the directory of a run or checkpoint, or such a file')
   if not (found := steps(path)):
-    runs = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and steps(folder))
+    inside = sorted(path.iterdir())
+    runs = [folder.name for folder in inside if folder.is_dir() and steps(folder)]
+    indices = [x for x in inside if x.name.endswith('.safetensors.index.json')]
+    files = [*indices, *(x for x in inside if x.suffix in ('.safetensors', '.npz'))]
     choice = f', but runs: choose from {", ".join(runs)}' if runs else ''
+    if files:
+      choice = f', but weights: name the file, such as {files[0]}'
     if unfinished := _uncommitted(path, ()):
       name = f'{PREFIX}_{unfinished[-1]}'
       choice = f': {name} has no {_COMMIT}, so its save or copy is unfinished; name it to read it'

@@ -9,7 +9,7 @@ import json
 import logging
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
@@ -77,6 +77,24 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
   **dict.fromkeys('vit vit_mae ijepa deit flava_image_model convnext convnextv2'.split(), _VIT),
   'dinov3_vit': {'rope_theta': 100.0},
   'dinov3_convnext': {'layer_norm_eps': 1e-6},
+}
+# The types of settings that are read before their values are checked.
+_TYPES = {
+  'a JSON object': 'vision_config text_config pretrained_cfg model_args image_processor model_cfg '
+  'vision_cfg text_cfg preprocess_cfg'.split(),
+  'text': 'architecture model_type'.split(),
+  'a list of numbers': 'input_size image_mean mean'.split(),
+  'a list of numbers above 0': 'image_std std'.split(),
+  'a number, or a JSON object of numbers': 'size crop_size'.split(),
+}
+_IS: Mapping[str, Callable[[Any], bool]] = {
+  'a JSON object': lambda x: isinstance(x, dict),
+  'text': lambda x: isinstance(x, str),
+  'a list of numbers': lambda x: _is_numbers(x),
+  'a list of numbers above 0': lambda x: _is_numbers(x) and all(y > 0 for y in x),
+  'a number, or a JSON object of numbers': lambda x: (
+    _is_number(x) or (isinstance(x, dict) and all(y is None or _is_number(y) for y in x.values()))
+  ),
 }
 # Settings of transformers with the one value that the towers here have.
 _FIXED = {'pooler_act': 'tanh', 'apply_layernorm': True, 'use_qk_norm': False}
@@ -151,7 +169,28 @@ def _json(file: epath.Path) -> dict[str, Any] | None:
     raise ValueError(f'{file} cannot be read: {error}') from error
   if not isinstance(settings, dict):
     raise ValueError(f'{file} must hold a JSON object, not {str(settings)[:40]}')
-  return settings
+  return _typed(settings, file)
+
+
+def _typed(settings: Mapping[str, Any], file: epath.Path) -> dict[str, Any]:
+  """The settings without nulls for objects; ValueError for one of another type than is read."""
+  typed = {}
+  for name, value in settings.items():
+    kind = next((x for x, names in _TYPES.items() if name in names), None)
+    if kind and value is None:
+      continue
+    if kind and not _IS[kind](value):
+      raise ValueError(f'{name}={value!r} in {file} must be {kind}')
+    typed[name] = _typed(value, file) if kind == 'a JSON object' else value
+  return typed
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_numbers(value: Any) -> bool:
+  return isinstance(value, list) and all(map(_is_number, value))
 
 
 def _tokenizer_end(folder: epath.Path) -> int | None:

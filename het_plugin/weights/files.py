@@ -36,8 +36,10 @@ SAFETENSORS_DTYPES = {
 
 
 def is_weights_file(path: epath.PathLike) -> bool:
-  """Whether the name of a file ends in .npz or .safetensors, or is of a hub, 'hf:OWNER/NAME'."""
-  return str(path).endswith(SUFFIXES) or hub.is_name(path)
+  """Whether the name is of an .npz or .safetensors file, of the index of one in shards, or of a
+  hub, 'hf:OWNER/NAME'.
+  """
+  return str(path).removesuffix(hub.INDEX).endswith(SUFFIXES) or hub.is_name(path)
 
 
 def read_arrays(path: epath.PathLike, *, as_float32: bool = True) -> dict[str, np.ndarray]:
@@ -53,7 +55,7 @@ def read_arrays(path: epath.PathLike, *, as_float32: bool = True) -> dict[str, n
   path = hub.local(path)
   _check(path)
   if not epath.Path(path).exists():
-    index = epath.Path(f'{path}.index.json')
+    index = epath.Path(f'{path}{hub.INDEX}')
     if index.exists():
       return _read_shards(index, as_float32)
     raise ValueError(f'file {path} does not exist')
@@ -157,7 +159,7 @@ def save_safetensors(
 
 
 def _check(path: epath.PathLike) -> None:
-  if not is_weights_file(path):
+  if not str(path).endswith(SUFFIXES):
     raise ValueError(f'weights file {path} must end in {" or ".join(SUFFIXES)}')
 
 

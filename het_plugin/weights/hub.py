@@ -9,8 +9,8 @@ from etils import epath
 
 _NAME = re.compile(r'hf:(?P<model>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?')
 _DESCRIPTIONS = ('*.json',)
-_SHARDED = 'model.safetensors.index.json'
 _WEIGHTS = ('model.safetensors', 'open_clip_model.safetensors')
+INDEX = '.index.json'  # after the name of a file in shards
 
 
 def is_name(path: epath.PathLike) -> bool:
@@ -19,7 +19,8 @@ def is_name(path: epath.PathLike) -> bool:
 
 
 def local(path: epath.PathLike) -> epath.PathLike:
-  """The weights file of a model of the hub, in the cache of huggingface_hub; another path as it is.
+  """The weights file of a model of the hub, in the cache of huggingface_hub, or of an index; another
+  path as it is.
 
   Downloads the weights and the descriptions beside them, or takes those in the cache where the hub
   cannot be reached. `HF_ENDPOINT` and `HF_HOME` are read as by huggingface_hub.
@@ -27,7 +28,10 @@ def local(path: epath.PathLike) -> epath.PathLike:
   Raises:
     ValueError: the name is no name, huggingface_hub is not installed, or there is no such model.
   """
-  return _downloaded(str(path)) if is_name(path) else path
+  if is_name(path):
+    return _downloaded(str(path))
+  name = str(path).removesuffix(INDEX)
+  return name if name.endswith('.safetensors') else path
 
 
 @functools.cache
@@ -48,7 +52,7 @@ def _downloaded(text: str) -> str:
 
   try:
     folder = fetch(*_DESCRIPTIONS)
-    if os.path.exists(f'{folder}/{_SHARDED}'):
+    if os.path.exists(f'{folder}/{_WEIGHTS[0]}{INDEX}'):
       fetch('model-*-of-*.safetensors')
       return f'{folder}/{_WEIGHTS[0]}'
     for file in _WEIGHTS:

@@ -126,6 +126,10 @@ def renamed(
 
 def converted(ours: str, kind: str, x: np.ndarray, transpose: bool) -> dict[str, np.ndarray]:
   """One array of theirs as our parameters, by name."""
+  if np.asarray(x).dtype.kind in 'iu':
+    raise ValueError(
+      f'{ours} of the file has integers ({x.dtype}): take the file that is not quantised'
+    )
   x = np.asarray(x, np.float32)
   layer = ours.rpartition('/')[2]
   if layer in ('class_token', 'probe'):

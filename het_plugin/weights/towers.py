@@ -18,6 +18,7 @@ from het_plugin.weights import convolutional, files, pixels, renaming
 from het_plugin.weights.descriptions import described, read_config
 from het_plugin.weights.renaming import Params, Tower
 
+_ADAPTER = 'the file is an adapter (LoRA): merge it into its base model, and save that as a whole'
 # Of a resize, as PyTorch's.
 Filter = Literal['bicubic_antialias', 'bicubic', 'bilinear_antialias', 'bilinear']
 
@@ -226,6 +227,8 @@ def position_filter(names: Collection[str]) -> Filter:
 
 def not_recognised(names: Collection[str]) -> str:
   """A sentence on a file with arrays of these names, in which no tower was recognised."""
+  if any('lora_' in name for name in names):
+    return _ADAPTER
   some = ', '.join(sorted(names)[:3])
   prefixes = ', '.join(f'{holder}.' for holder in renaming.HOLDERS)
   return (
@@ -245,7 +248,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   if (read := convolutional.reader_of(arrays)) is not None:
     return read(arrays, config)
   if any('.lora_' in name for name in arrays):
-    raise ValueError('the file is an adapter (LoRA): merge it into its base model')
+    raise ValueError(_ADAPTER)
   num_pooled = 1
   if is_radio := _is_radio(arrays):
     arrays, config, num_pooled = _of_radio(arrays, config)

@@ -14,6 +14,7 @@ from het_plugin import runs, weights
 from het_plugin.backbones import ConvNeXt, ResNet, TextTransformer, ViT, transformer
 from het_plugin.backbones.vit import rotary_2d
 from het_plugin.commands import fewshot, zeroshot
+from het_plugin.training import checkpoint_reader
 from het_plugin.weights import descriptions, renaming, towers, transfer
 
 SIZES = {'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
@@ -739,6 +740,7 @@ def test_an_adapter_and_a_bit_of_another_normalisation_are_refused(ours):
   arrays = timm_arrays(ours[1]) | {'blocks.0.attn.qkv.lora_A.weight': np.ones((2, 16))}
   with pytest.raises(ValueError, match='the file is an adapter .* merge it into its base model'):
     weights.read_tower(arrays, {})
+  assert 'adapter (LoRA): merge' in towers.not_recognised(['blocks.0.attn.qkv.lora_A.weight'])
   bit = {'norm.weight': np.ones(4)}
   kernels = 'stem.conv.weight', 'stages.0.blocks.0.conv1.weight'
   bit |= dict.fromkeys(kernels, np.ones((4, 3, 1, 1)))
@@ -1004,6 +1006,40 @@ def test_the_end_of_a_text_of_clip(tmp_path):
     row_of_end({'text_config': {'eos_token_id': 30}})
 
 
+@pytest.mark.parametrize(
+  'file,settings,message',
+  [
+    ('config.json', {'vision_config': 'x'}, "vision_config='x' in .* must be a JSON object"),
+    ('config.json', {'architecture': 1}, 'architecture=1 in .* must be text'),
+    ('config.json', {'pretrained_cfg': {'input_size': 64}}, 'input_size=64 .* a list of numbers'),
+    ('config.json', {'model_args': [1]}, r'model_args=\[1\] in .* must be a JSON object'),
+    ('preprocessor_config.json', {'size': '28'}, "size='28' .* a number, or a JSON object of num"),
+    (
+      'preprocessor_config.json',
+      {'image_mean': 0.5},
+      'image_mean=0.5 .* must be a list of numbers',
+    ),
+    ('preprocessor_config.json', {'image_std': [0, 1]}, 'image_std=.* a list of numbers above 0'),
+  ],
+)
+def test_a_description_of_other_types_is_one_sentence(tmp_path, file, settings, message):
+  (tmp_path / file).write_text(json.dumps(settings))
+  with pytest.raises(ValueError, match=message):
+    weights.read_config(tmp_path / 'model.safetensors')
+
+
+def test_a_null_is_no_setting(tmp_path):
+  (tmp_path / 'config.json').write_text('{"vision_config": null, "architecture": null}')
+  assert weights.read_config(tmp_path / 'model.safetensors') == {}
+
+
+def test_integers_are_refused():
+  arrays = clip_arrays()
+  name = next(x for x in arrays if x.endswith('layers.0.mlp.fc1.weight') and 'vision' in x)
+  with pytest.raises(ValueError, match='mlp/wi of the file has integers .int8.: .* not quantised'):
+    weights.read_tower(arrays | {name: arrays[name].astype(np.int8)}, {})
+
+
 def test_descriptions_and_shards_beside_a_file(tmp_path):
   path = tmp_path / 'model.safetensors'
   pixels = {'image_mean': [0.5] * 3, 'image_std': [0.25] * 3}
@@ -1020,6 +1056,12 @@ def test_descriptions_and_shards_beside_a_file(tmp_path):
   read = weights.read_arrays(path)
   assert read.keys() == arrays.keys()
   np.testing.assert_array_equal(read[names[0]], arrays[names[0]])
+  index = tmp_path / f'{path.name}.index.json'
+  assert weights.is_weights_file(index) and weights.read_arrays(index).keys() == arrays.keys()
+  with pytest.raises(ValueError, match='but weights: name the file, such as .*index.json'):
+    checkpoint_reader.find(tmp_path)
+  with pytest.raises(ValueError, match='config.json is a file, but no .safetensors or .npz'):
+    checkpoint_reader.find(tmp_path / 'processor_config.json')
   bindings = weights.tower_bindings(path)
   assert bindings[0] == 'BACKBONE = @vit()' and bindings == weights.tower_bindings(path, arrays)
   (tmp_path / shard).unlink()
