@@ -19,8 +19,8 @@ def is_name(path: epath.PathLike) -> bool:
 
 
 def local(path: epath.PathLike) -> epath.PathLike:
-  """The weights file of a model of the hub, in the cache of huggingface_hub, or of an index; another
-  path as it is.
+  """The weights file of a model of the hub, in the cache of huggingface_hub; another path as it is,
+  without '.index.json'.
 
   Downloads the weights and the descriptions beside them, or takes those in the cache where the hub
   cannot be reached. `HF_ENDPOINT` and `HF_HOME` are read as by huggingface_hub.

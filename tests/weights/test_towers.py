@@ -1017,7 +1017,7 @@ def test_the_end_of_a_text_of_clip(tmp_path):
     (
       'preprocessor_config.json',
       {'image_mean': 0.5},
-      'image_mean=0.5 .* must be a list of numbers',
+      'image_mean=0.5 .* a list of numbers',
     ),
     ('preprocessor_config.json', {'image_std': [0, 1]}, 'image_std=.* a list of numbers above 0'),
   ],
