@@ -270,6 +270,7 @@ def report(
       pairs[-1] |= {'truth_name': classes[k], 'label_name': classes[y]}
   counts = {kind: int((found.kind == kind).sum()) for kind in measures.audit.KINDS}
   worst = [row for row in listed[:_SHOWN] if row['kind'] == 'wrong']
+  shown_p = {'p of the label': 'probability', 'p wrong': 'wrong'} if found.is_supported else {}
   tables = [
     reporting.Table(
       'Labels that people confuse',
@@ -281,14 +282,13 @@ def report(
     ),
     reporting.Table(
       'Labels that are most probably wrong',
-      ['index', 'label', 'suggested', 'p of the label', 'p wrong'],
+      ['index', 'label', 'suggested', *shown_p],
       [
         [
           str(x['index']),
           shown(x['label']),
           shown(x['suggested']),
-          f'{x["probability"]:.3f}',
-          f'{x["wrong"]:.3f}',
+          *(f'{x[name]:.3f}' for name in shown_p.values()),
         ]
         for x in worst
       ],
@@ -313,7 +313,10 @@ def report(
     else f'the location of {head} fitted to the other {settings.folds - 1} of {settings.folds} '
     f'folds ({reporting.counted(chosen, "round")})'
   )
-  share = f'{found.share:.1%} ± {found.share_error:.1%} are wrong. '
+  share = (
+    f'{found.share:.1%} ± {found.share_error:.1%} are wrong. '
+    f'{counts["wrong"]:,} are listed as wrong, {counts["ambiguous"]:,} as ambiguous.'
+  )
   notes = [
     'The error is over examples. That the location may be wrong is not in it: the true error is '
     'larger.',
@@ -321,7 +324,7 @@ def report(
     'features tell little, it takes labels for wrong that are not.',
   ]
   if not found.is_supported:
-    share = 'their features do not tell what share is wrong. '
+    share = 'their features do not tell what share is wrong.'
     notes = [
       f'Only {found.agreement:.0%} of the labels are the most probable class of the location, and '
       f'{measures.audit.LEAST_AGREEMENT:.0%} are needed to tell wrong labels from those that are '
@@ -346,9 +349,7 @@ def report(
     notes.append(f'There are no pictures of examples of {examples.info.channels} channels.')
   return reporting.Report(
     title='Audit of labels',
-    introduction=f'{len(label):,} labels of {name}, by {by}: '
-    f'{share}'
-    f'{counts["wrong"]:,} are listed as wrong, {counts["ambiguous"]:,} as ambiguous.',
+    introduction=f'{len(label):,} labels of {name}, by {by}: {share}',
     tables=[table for table in tables if table.lines],
     notes=notes,
     draw=lambda: _galleries(listed, examples, shown) if examples and examples.are_images else {},

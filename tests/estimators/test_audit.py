@@ -255,7 +255,8 @@ def test_where_features_tell_little_no_share_is_printed(tmp_path):
     None,
     [],
   )
-  assert 'do not tell what share is wrong' in report.introduction
+  assert report.introduction.endswith('their features do not tell what share is wrong.')
+  assert report.tables[0].header == ['index', 'label', 'suggested']
   assert f'Only {report.json["agreement"]:.0%} of the labels' in report.text()
   report.writers['csv'](str(tmp_path / 'found.parquet'))
   table = parquet.read_table(tmp_path / 'found.parquet')
