@@ -96,7 +96,7 @@ def read(source: str, column: str = 'features', *, mapped: bool = False) -> Rows
     source: PATH.npz, PATH.safetensors, PATH.parquet, or FEATURES.npy,LABELS.npy. PATH.npz:NAME is
       one split of a file that has an array 'split' of strings [N]. PATH-*.safetensors is several
       files as one, in the order of their names; of those named PATH-00000-of-00004.safetensors none
-      may be missing.
+      may be missing. Rows of files without ids are numbered through.
     column: what the file must have, 'features' or 'log_prob'.
     mapped: whether arrays of a .safetensors file stay on disk, with the type that they have there,
       as those of .npy files do, and of a .parquet file in a temporary one. Other features are read
@@ -107,19 +107,27 @@ def read(source: str, column: str = 'features', *, mapped: bool = False) -> Rows
       finite or out of range. The message is one sentence that names the file.
   """
   path, split = partition_source(source)
-  if '*' in path:
-    files = shards.names(path)
-    parts = [read(file, column, mapped=mapped) for file in files]
-    with reading(path):
-      joined = shards.join(parts, files, mapped)
-    if split is not None:
-      raise ValueError(f'{source}: several files as one have no split: name them without')
-    return joined
+  if '*' not in path:
+    return _read(source, column, mapped)
+  files = shards.names(path)
+  parts: list[Rows] = []
+  for file in files:
+    parts.append(_read(file, column, mapped, sum(map(len, parts))))
+  with reading(path):
+    joined = shards.join(parts, files, mapped)
+  if split is not None:
+    raise ValueError(f'{source}: several files as one have no split: name them without')
+  return joined
+
+
+def _read(source: str, column: str, mapped: bool, first_id: int = 0) -> Rows:
+  """Rows of one file. Without `index` their ids count from `first_id`."""
+  path, split = partition_source(source)
   with reading(path), np.errstate(over='ignore'):  # `_check` tells of what float32 cannot hold
     arrays = _arrays(path, column, mapped)
     about = _description(path, arrays)
     _check_sums(arrays, about)
-    found = _parse(arrays, about, column, mapped or path.endswith('.npy'))
+    found = _parse(arrays, about, column, mapped or path.endswith('.npy'), first_id)
     return found if split is None else found.take(_rows_of_split(arrays, split, len(found)))
 
 
@@ -439,7 +447,11 @@ def check_names(owner: str, names: Collection[str], optional: Sequence[str]) -> 
 
 
 def _parse(
-  arrays: Mapping[str, np.ndarray], about: Mapping[str, Any], column: str, on_disk: bool
+  arrays: Mapping[str, np.ndarray],
+  about: Mapping[str, Any],
+  column: str,
+  on_disk: bool,
+  first_id: int,
 ) -> Rows:
   """The rows of named arrays, checked."""
   link = about.get('link', votes.LINKS[0])
@@ -455,7 +467,7 @@ def _parse(
   num_examples = len(columns[column])
   if wrong := [name for name, x in columns.items() if len(x) != num_examples]:
     raise ValueError(f'{wrong[0]} has {len(columns[wrong[0]])} rows and {column} {num_examples}')
-  index = _example_ids(arrays.get('index'), num_examples)
+  index = _example_ids(arrays.get('index'), num_examples, first_id)
   labels = labels_lib.label_rows(one_of(arrays, LABEL_NAMES)[1], num_examples)
   names = about['class_names']
   rows = Rows(
@@ -535,10 +547,10 @@ def _beside(
   return x.astype(np.float32 if kinds == 'f' else np.int32)
 
 
-def _example_ids(index: np.ndarray | None, num_examples: int) -> np.ndarray:
-  """Example ids as int64 [N]; None counts from 0. ValueError unless N distinct integers."""
+def _example_ids(index: np.ndarray | None, num_examples: int, first_id: int) -> np.ndarray:
+  """Example ids as int64 [N]; None counts on from `first_id`. ValueError unless N are distinct."""
   if index is None:
-    return np.arange(num_examples)
+    return np.arange(first_id, first_id + num_examples)
   if index.shape != (num_examples,) or index.dtype.kind not in 'iu':
     raise ValueError(
       f'index is {index.dtype} {list(index.shape)}; it must be integers [{num_examples}]'

@@ -220,6 +220,9 @@ def test_several_files_are_one(tmp_path):
     rows.read(pattern)
   with pytest.raises(ValueError, match='names no file'):
     rows.read(str(tmp_path / 'test-*.npz'))
+  for part in range(2):  # made elsewhere, without ids
+    np.savez(tmp_path / f'test-{part}.npz', x=np.ones((3, 2)), y=np.arange(3))
+  assert rows.read(str(tmp_path / 'test-*.npz')).index.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def write_parquet(path, rows_per_group=7, metadata=None, **columns):
