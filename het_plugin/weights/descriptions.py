@@ -56,15 +56,16 @@ _TIMM_READ = (
 _SIGLIP = {'hidden_act': 'gelu_pytorch_tanh'}
 _INTERNVL = {'use_mean_pooling': True}
 _VIT = {'layer_norm_eps': 1e-12}
+_BEIT = {**_VIT, 'use_mean_pooling': True}
+_AIMV2 = {'num_attention_heads': 8, 'rms_norm_eps': 1e-5}
 # Models of transformers whose towers were compared with those here, or that hold one of these.
 # Others can have the same names of arrays, and other layers between them.
 _MODELS: Mapping[str, Mapping[str, Any]] = {
   **dict.fromkeys(
     'clip clip_vision_model chinese_clip chinese_clip_vision_model altclip altclip_vision_model '
     'clipseg clipseg_vision_model metaclip_2 metaclip_2_vision_model git_vision_model llava '
-    'llava_next vipllava vision-text-dual-encoder vit_msn dinov2 dinov2_with_registers beit '
-    'data2vec-vision aimv2 aimv2_vision_model intern_vit_6b radio resnet tipsv2 '
-    'tipsv2_vision_model'.split(),
+    'llava_next vipllava vision-text-dual-encoder vit_msn dinov2 dinov2_with_registers '
+    'intern_vit_6b radio resnet tipsv2 tipsv2_vision_model'.split(),
     {},
   ),
   **dict.fromkeys(
@@ -75,6 +76,8 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
   ),
   **dict.fromkeys('internvl internvl_vision qianfan_ocr qianfan_ocr_vision'.split(), _INTERNVL),
   **dict.fromkeys('vit vit_mae ijepa deit flava_image_model convnext convnextv2'.split(), _VIT),
+  **dict.fromkeys('beit data2vec-vision'.split(), _BEIT),
+  **dict.fromkeys('aimv2 aimv2_vision_model'.split(), _AIMV2),
   'dinov3_vit': {'rope_theta': 100.0},
   'dinov3_convnext': {'layer_norm_eps': 1e-6},
 }
