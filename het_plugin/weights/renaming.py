@@ -107,10 +107,12 @@ def renamed(
   skipped = []
   unknown = []
   for name, x in arrays.items():
-    if roots and not any(part in name for part in (roots[0], 'visual_projection', 'classifier.')):
+    stripped = PREFIX.sub('', name)
+    is_read = any(part in name for part in (*roots[:1], 'visual_projection', 'classifier.'))
+    if roots and not is_read and not stripped.startswith('head.'):
       skipped.append(name)  # belongs to a text tower or a language model
       continue
-    ours, kind = stem(PREFIX.sub('', name))
+    ours, kind = stem(stripped)
     if ours is not None:
       parts = converted(ours, kind, x, transpose=not name.endswith('proj'))
       if twice := parts.keys() & flat.keys():
@@ -134,6 +136,11 @@ def converted(ours: str, kind: str, x: np.ndarray, transpose: bool) -> dict[str,
   layer = ours.rpartition('/')[2]
   if layer in ('class_token', 'probe'):
     return {ours: x.reshape(-1)}
+  if layer == 'position_embedding' and x.ndim == 4 and x.shape[1] != x.shape[2]:
+    raise ValueError(
+      f'the position embeddings of the file are a table of {x.shape[1]} x {x.shape[2]} patches, '
+      'which must be a square'
+    )
   if layer in ('position_embedding', 'registers', 'distillation'):
     return {ours: x.reshape(-1, x.shape[-1])}
   if layer in ('attention_scale', 'mlp_scale', 'layer_scale', 'relative_position'):
