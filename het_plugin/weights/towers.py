@@ -219,7 +219,8 @@ def position_filter(names: Collection[str]) -> Filter:
   """
   if _is_radio(names):
     return 'bilinear'
-  if any(name.endswith('encoder.layer.0.attention.q_proj.weight') for name in names):  # TIPSv2
+  # TIPSv2; InternVL has attention.projection_layer here.
+  if any(name.endswith('encoder.layer.0.attention.o_proj.weight') for name in names):
     return 'bilinear_antialias'
   has_theirs = any('embeddings.' in name and 'token_embedding' not in name for name in names)
   return 'bicubic' if has_theirs else 'bicubic_antialias'
@@ -264,6 +265,12 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   is_naflex = not is_radio and any(
     np.ndim(x) == 2 and name.endswith(_NAFLEX) for name, x in arrays.items()
   )
+  is_of_timm = any(name.endswith('embeds.proj.weight') for name in arrays)
+  if is_naflex and is_of_timm and not config.get('naflex'):
+    raise ValueError(
+      'the file is a NaFlex ViT of timm, whose arrays do not tell how its positions are resized: '
+      'put its config.json beside it'
+    )
   flat, skipped = renaming.renamed(_joined(arrays), 'ViT', lambda name: _stem(name, _OUTER))
   kernel = flat['embedding/kernel']  # [P, P, C, D]
   patch_size = kernel.shape[0]
@@ -392,7 +399,7 @@ def _joined(arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
   if rows is None:
     return arrays
   columns = f'{rows[:-1]}x'
-  table = arrays[rows][0][:, None] + arrays[columns][0]  # [G, G, D]
+  table = arrays[rows][:, :, None] + arrays[columns][:, None]  # [1, G, G, D]
   left = {name: x for name, x in arrays.items() if name not in (rows, columns)}
   return {**left, rows[:-2]: table}
 

@@ -191,6 +191,25 @@ def test_what_does_not_fit_is_refused():
     recipe.check(256)
 
 
+@pytest.mark.parametrize(
+  'shape, config, sentence',
+  [
+    ((4, 4), {}, r'is a NaFlex ViT of timm, .* put its config.json beside it'),
+    ((4, 9), {'naflex': 'bilinear'}, r'a table of 4 x 9 patches, which must be a square'),
+  ],
+)
+def test_positions_of_timm_that_cannot_be_read(shape, config, sentence):
+  arrays = siglip_arrays('timm')
+  kernel = arrays.pop('patch_embed.proj.weight')
+  arrays['embeds.proj.weight'] = kernel.reshape(32, -1)
+  arrays['embeds.proj.bias'] = arrays.pop('patch_embed.proj.bias')
+  arrays.pop('pos_embed')
+  arrays['embeds.pos_embed_y'] = np.zeros((1, shape[0], 32), np.float32)
+  arrays['embeds.pos_embed_x'] = np.zeros((1, shape[1], 32), np.float32)
+  with pytest.raises(ValueError, match=sentence):
+    weights.read_tower(arrays, config)
+
+
 def test_a_description_of_squares_is_refused(siglip_file):
   described = {'image_processor_type': 'ViTImageProcessor', 'size': 28}
   (siglip_file.parent / 'preprocessor_config.json').write_text(json.dumps(described))

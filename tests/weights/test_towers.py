@@ -552,10 +552,12 @@ def test_usual_values_are_those_of_transformers():
   torch = pytest.importorskip('torch')
   transformers = pytest.importorskip('transformers')
   compared = []
-  for kind in descriptions._MODELS.keys() - {'intern_vit_6b', 'aimv2_vision_model', 'radio'}:
-    config = transformers.AutoConfig.for_model(kind)
-    has_positions = kind not in ('beit', 'data2vec-vision')
-    if hasattr(config, 'vision_config') or not has_positions:
+  # Usual towers of these have no positions, and a pooling that is not read.
+  changed = dict.fromkeys(('beit', 'data2vec-vision'), {'use_relative_position_bias': True})
+  changed['aimv2_vision_model'] = {'use_head': False}
+  for kind in descriptions._MODELS.keys() - {'intern_vit_6b', 'radio'}:
+    config = transformers.AutoConfig.for_model(kind, **changed.get(kind, {}))
+    if hasattr(config, 'vision_config'):
       continue
     if type(config) not in transformers.AutoModel._model_mapping:
       continue
@@ -566,7 +568,23 @@ def test_usual_values_are_those_of_transformers():
     whole = weights.read_tower(arrays, config.to_dict())
     assert weights.read_tower(arrays, {'model_type': kind}).settings == whole.settings, kind
     compared.append(kind)
-  assert len(compared) > 15
+  assert len(compared) > 15 and changed.keys() <= set(compared)
+
+
+@pytest.mark.parametrize(
+  'kind, epsilon, heads, pooling',
+  [('beit', 1e-12, 2, 'gap'), ('data2vec-vision', 1e-12, 2, 'gap'), ('aimv2', 1e-5, 8, 'token')],
+)
+def test_usual_values_where_config_json_says_nothing(kind, epsilon, heads, pooling):
+  arrays = siglip_arrays('timm', width=128)
+  arrays = {name: x for name, x in arrays.items() if not name.startswith('attn_pool')}
+  arrays['cls_token'] = np.zeros((1, 1, 128), np.float32)
+  arrays = {name.replace('attn.qkv', 'attn.in_proj'): x for name, x in arrays.items()}
+  for part in ('weight', 'bias'):
+    arrays[f'blocks.0.attn.in_proj_{part}'] = arrays.pop(f'blocks.0.attn.in_proj.{part}')
+  found = weights.read_tower(arrays, {'model_type': kind}).settings
+  expected = {'norm_epsilon': epsilon, 'num_heads': heads, 'pooling': pooling}
+  assert {name: found[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize('act_layer', [None, 'gelu_tanh'])
@@ -1085,6 +1103,16 @@ def test_prefixes_of_trainers_are_stripped(ours, prefix):
   np.testing.assert_array_equal(tower.params['head/kernel'], expected.params['head/kernel'])
 
 
+@pytest.mark.parametrize('prefix', ['vision_tower.', 'model.vision_tower.'])
+def test_a_classifier_beside_a_vision_tower_is_read(ours, prefix):
+  arrays = timm_arrays(ours[1])
+  nested = {(name if 'head' in name else prefix + name): x for name, x in arrays.items()}
+  nested['lm_head.weight'] = np.ones((7, 16))
+  tower = weights.read_tower(nested, {'num_attention_heads': 2})
+  np.testing.assert_array_equal(tower.params['head/kernel'], np.ones((16, 5)))
+  assert tower.skipped == ('lm_head.weight',)
+
+
 def test_a_radio_in_the_names_of_its_own_code():
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
@@ -1127,6 +1155,21 @@ def test_a_file_without_a_tower_is_refused_before_gin(tmp_path):
   weights.write_arrays(path, {f'layers.{i}.mixer.A': np.zeros(3) for i in range(4)})
   with pytest.raises(ValueError, match='no tower was recognised among its 4 .*layers.2.mixer.A. '):
     runs.configuration(path)
+
+
+@pytest.mark.parametrize(
+  'layer, filter',
+  [
+    ('encoder.layer.0.attention.o_proj', 'bilinear_antialias'),  # TIPSv2
+    ('encoder.layer.0.attention.projection_layer', 'bicubic'),  # InternVL
+    ('encoder.layers.0.self_attn.out_proj', 'bicubic'),
+    ('blocks.0.attn.proj', 'bicubic_antialias'),
+  ],
+)
+def test_the_filter_of_positions_is_that_of_the_project(layer, filter):
+  query = 'encoder.layer.0.attention.q_proj.weight'
+  embeddings = () if 'blocks' in layer else ('embeddings.position_embeddings', query)
+  assert towers.position_filter((*embeddings, f'{layer}.weight')) == filter
 
 
 @pytest.mark.parametrize(
