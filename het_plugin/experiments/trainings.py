@@ -125,11 +125,10 @@ def final_evaluations(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[st
 
 def draw_curves(folders: Mapping[str, Path], caption: str) -> dict[str, reporting.Figure]:
   """{'curves': loss and temperature by step} of the runs in {title: folder}."""
-  found = {title: run_status.curves(folder).get('train', {}) for title, folder in folders.items()}
-  lines = {
-    title: {name: x for name, x in curves.items() if name in ('step', 'loss', 'tau')}
-    for title, curves in found.items()
-  }
+  lines = {}
+  for title, folder in folders.items():
+    found = run_status.curves(run_files.read_lines(folder / 'metrics.jsonl')).get('train', {})
+    lines[title] = {name: x for name, x in found.items() if name in ('step', 'loss', 'tau')}
   alt = 'Training loss and temperature tau by step.'
   return {'curves': reporting.Figure(reporting.curve_pngs(lines), caption, alt)}
 

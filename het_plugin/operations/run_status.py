@@ -132,14 +132,13 @@ def _last_scalars(folder: epath.Path) -> tuple[Scalars, list[str]]:
   return found, damaged
 
 
-def curves(run_dir: epath.PathLike) -> dict[str, dict[str, list[float]]]:
+def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
   """{'train' or 'training_eval/TASK': {'step': [N], 'loss': [N], ...}}, what CURVES names.
 
-  NaN where a value is missing or not finite.
+  `metrics` are the lines of a run's metrics.jsonl. NaN where a value is missing or not finite.
   """
   found: dict[str, dict[str, list[float]]] = {}
-  path = epath.Path(run_dir) / 'metrics.jsonl'
-  for line in run_files.read_lines(path, lambda _: None, run_files.TAIL_BYTES):
+  for line in metrics:
     for group in [key.removesuffix('/loss') for key in line if key.endswith('/loss')]:
       curve = found.setdefault(group, {name: [] for name in ('step', *CURVES)})
       curve['step'].append(line['step'])

@@ -4,9 +4,11 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from etils import epath
+
 from het_plugin import reporting
 from het_plugin.operations import goodput, run_status
-from het_plugin.system import terminal
+from het_plugin.system import run_files, terminal
 
 Found = Mapping[str, Any]
 
@@ -58,7 +60,10 @@ def page(found: Found) -> str:
 
 def _figures(run_dir: str) -> list[reporting.Figure]:
   """The curves of training and evaluations against the step."""
-  curves = run_status.curves(run_dir)
+  path = epath.Path(run_dir) / 'metrics.jsonl'
+  # The problems of the run tell of damaged lines.
+  lines = run_files.read_lines(path, lambda _: None, run_files.TAIL_BYTES)
+  curves = run_status.curves(lines)
   if not curves:
     return []
   caption = f'Training and evaluations: {", ".join(curves)}'

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from het_plugin.operations import run_status, status_report
+from het_plugin.system import run_files
 
 NOW = 2_000_000_000.0
 
@@ -234,7 +235,7 @@ def test_metrics_and_evaluations_are_the_last_ones(tmp_path):
     'Training waits for data 25% of its time.',
     'Records that could not be read: 3 (a/1.png, a b.png, ...).',
   ]
-  curves = run_status.curves(tmp_path)
+  curves = run_status.curves(run_files.read_lines(tmp_path / 'metrics.jsonl'))
   assert curves == {
     'train': {
       'step': [10, 30],
