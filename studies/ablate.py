@@ -28,6 +28,7 @@ from typing import ClassVar
 from het_plugin.cli import command_line
 from het_plugin.cli.settings import Bindings, JsonFile, Repeated
 from het_plugin.system import run_files
+from het_plugin.system.ranges import Seeds
 from studies import study
 
 
@@ -47,7 +48,7 @@ class Settings(Bindings, JsonFile):
 
   list: bool = False
   output_dir: str | None = None
-  seeds: tuple[int, ...] | None = None
+  seeds: Seeds | None = None
   cell: Repeated[str] = ()
   allow_imports: tuple[str, ...] = ('studies',)  # of its own runs
 

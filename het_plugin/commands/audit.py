@@ -25,7 +25,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from het_plugin.commands._rows import RowsSettings, TextOrArrays, read
 from het_plugin.estimators.settings import DET_TOL, ROUNDS, Grid, GridSettings, part
 from het_plugin.rows import files, shards
 from het_plugin.system.flag_values import Head
-from het_plugin.system.ranges import Count
+from het_plugin.system.ranges import NOT_EMPTY, Count, NotNegative
 
 TABLE_COLUMNS = ('file', 'label', 'was', 'wrong')
 _SHOWN = 10
@@ -67,8 +67,8 @@ class Settings(RowsSettings, Grid, ResultFiles):
   dataset: str | None = None
   split: str = 'train'
   head: Head = 'det'
-  C_noise: tuple[float | Literal['auto'], ...] = (0.1,)
-  num_factors: tuple[Count, ...] = (4,)
+  C_noise: Annotated[tuple[NotNegative | Literal['auto'], ...], NOT_EMPTY] = (0.1,)
+  num_factors: Annotated[tuple[Count, ...], NOT_EMPTY] = (4,)
   rounds: Count = ROUNDS
   csv: str | None = None
   suggest: str | None = None

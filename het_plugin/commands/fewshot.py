@@ -31,7 +31,7 @@ from het_plugin.cli.settings import Batches, Gin, OneOf, Repeated, ResultFiles
 from het_plugin.commands._rows import OF_CHECKPOINT
 from het_plugin.evaluation.names import choose_names, naming
 from het_plugin.measures import comparison, fewshot
-from het_plugin.system.ranges import Count
+from het_plugin.system.ranges import Count, Seeds
 
 # {run: {data set: {shots: result}}}
 Results = Mapping[str, Mapping[str, Mapping[float, fewshot.FewShotResult]]]
@@ -82,7 +82,7 @@ class Settings(Gin, Batches, ResultFiles):
   l2: fewshot.L2 | None = None
   shots: tuple[Count | Literal['all'], ...] = (1, 5, 10, 25)
   fractions: tuple[Annotated[float, '(0, 1)'], ...] = ()
-  seeds: tuple[int, ...] = (0, 1, 2)
+  seeds: Seeds = (0, 1, 2)
   layer: str = 'pre_logits'
 
   def __post_init__(self):

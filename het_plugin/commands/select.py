@@ -30,7 +30,7 @@ from het_plugin.evaluation.names import naming
 from het_plugin.measures import fewshot, greedy_ensemble, votes
 from het_plugin.measures import knn as neighbors
 from het_plugin.measures.ranking import best_first, rank_agreement
-from het_plugin.system.ranges import NOT_EMPTY, Count
+from het_plugin.system.ranges import NOT_EMPTY, Count, Positive, Seeds
 
 _MEMBERS = ('max_members', 'replacement')
 _PROXIES = ('train', 'test', 'k', 'metric', 'max_examples')
@@ -89,8 +89,8 @@ class Settings(Choice):
   validation: Repeated[str] = ()
   test: Repeated[str] = ()
   shots: tuple[Count, ...] = (1, 5, 10, 25)
-  seeds: tuple[int, ...] = (0, 1, 2)
-  l2: float | Literal['loo', 'heldout'] = 'loo'
+  seeds: Seeds = (0, 1, 2)
+  l2: Positive | Literal['loo', 'heldout'] = 'loo'
   max_examples: Count = measures.rankme.MAX_EXAMPLES
 
 

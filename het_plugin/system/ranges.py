@@ -28,6 +28,7 @@ NotNegative = Annotated[float, '[0, inf)']
 Pattern = Annotated[str, REGEX]
 Positive = Annotated[float, '(0, inf)']
 Rate = Annotated[float, '[0, 1)']
+Seeds = Annotated[tuple[Annotated[int, '[0, inf)'], ...], NOT_EMPTY]
 
 _LITERALS = (bool, int, float, str, list, tuple, dict)
 _SCALARS = {

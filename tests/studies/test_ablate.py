@@ -154,5 +154,6 @@ def test_names(run_main, tmp_path):
     assert f'end_to_end has no {setting.partition(".")[0]}' in message
   assert '--seeds has no effect' in run_main(ablate, 'flops_vit_l_32', '--seeds=0', code=2)
   assert "cells names the cell 'HET-L'" in run_main(ablate, 'heads', '--cell=HET-L', code=2)
+  assert '--seeds=-1 must be ' in run_main(ablate, 'heads', '--seeds=-1', code=2)
   message = run_main(ablate, 'heads', '--output_dir=gs://b/x', code=2)
   assert '--output_dir=gs://b/x must be a local directory' in message
