@@ -95,8 +95,13 @@ class Settings(ReportFolder, OnTask):
       of_files = 'a --checkpoint: it has no effect on files of predictions'
       self.refuse(of_run, of_files, 'needs')
       self.refuse(['covariance_images', 'homoglyph_examples'], 'files of predictions')
-      if all(map(files.is_file, self.predictions)):
+      if not any(map(self._is_run, self.predictions)):
         self.refuse(['gin_file', 'gin_bindings', 'batch_size'], 'files of predictions')
+
+  @staticmethod
+  def _is_run(source: str) -> bool:
+    with naming(f'--predictions={source}'):
+      return runs.sources.is_run(source)
 
 
 def run(settings: Settings) -> reporting.Report:

@@ -93,6 +93,11 @@ def open_source(
   )
 
 
+def is_run(text: str) -> bool:
+  """Whether a text names a run or a checkpoint; raises ValueError as `open_source` does."""
+  return isinstance(open_source(text), _OfRun)
+
+
 @dataclasses.dataclass(frozen=True)
 class _File:
   text: str

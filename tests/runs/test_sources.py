@@ -66,6 +66,9 @@ def test_a_folder_of_represent_is_a_source(tmp_path, run_main):
   assert open_source(folder).rows().label.tolist() == [1] * 6
   assert open_source(f'{folder}:validation').rows('train').label.tolist() == [1] * 6
   assert 'RankMe' in run_main(select, 'knn', f'--train={folder}', '--metric=cosine')
+  for useless in ('--batch_size=8', '--gin.a=1'):
+    words = run_main(evaluate, f'--predictions={folder}', useless, code=2)
+    assert 'has no effect on files of predictions' in words
   assert sources.halves(folder) == tuple(
     f'{folder}/pre_logits/{split}.safetensors' for split in ('train', 'validation')
   )
