@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 
 def count_flops(jaxpr: core.Jaxpr) -> float:
@@ -17,8 +18,13 @@ def count_flops(jaxpr: core.Jaxpr) -> float:
 
   A scan counts with its length, a cond with its most expensive branch, and a while loop once. The
   count is for the whole program before partitioning. It includes activations that the backward pass
-  recomputes.
+  recomputes, and nothing that no output needs.
   """
+  needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+  return _jaxpr_flops(needed)
+
+
+def _jaxpr_flops(jaxpr: core.Jaxpr) -> float:
   return sum(_equation_flops(equation) for equation in jaxpr.eqns)
 
 
@@ -39,7 +45,7 @@ def _equation_flops(equation: core.JaxprEqn) -> float:
     case 'scan':
       return equation.params['length'] * _inner_flops(equation)
     case 'cond':
-      return max(count_flops(branch.jaxpr) for branch in equation.params['branches'])
+      return max(_jaxpr_flops(branch.jaxpr) for branch in equation.params['branches'])
     case 'pallas_call':
       # The body is the work of one point of the grid.
       return math.prod(equation.params['grid_mapping'].grid) * _inner_flops(equation)
@@ -51,7 +57,7 @@ def _equation_flops(equation: core.JaxprEqn) -> float:
 
 
 def _inner_flops(equation: core.JaxprEqn) -> float:
-  return sum(count_flops(jaxpr) for param in equation.params.values() for jaxpr in _jaxprs(param))
+  return sum(_jaxpr_flops(jaxpr) for param in equation.params.values() for jaxpr in _jaxprs(param))
 
 
 def _jaxprs(param: Any) -> Iterator[core.Jaxpr]:

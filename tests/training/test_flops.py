@@ -6,6 +6,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec
 
+from het_plugin.backbones import ViT
 from het_plugin.training import flops
 
 
@@ -21,6 +22,17 @@ def test_matrix_products_and_their_gradients():
   assert (
     count(jax.grad(lambda x, w: jnp.sum(jnp.square(x @ w)), argnums=(0, 1)), x, w) == 3 * product
   )
+
+
+def test_what_no_output_needs_does_not_count():
+  settings = {'patch_size': 4, 'width': 16, 'depth': 1, 'mlp_dim': 24, 'num_heads': 2}
+  image = jnp.zeros((2, 8, 8, 3))
+  counts = []
+  for vit in (ViT(**settings, pooling='token'), ViT(**settings, pooling='all', class_token=True)):
+    params = jax.eval_shape(vit.init, jax.random.key(0), image)
+    counts.append(count(jax.jit(lambda *x, vit=vit: vit.apply(*x)[0]), params, image))
+  others = 2 * 2 * 4 * (2 * 16 * 16 + 2 * 16 * 24 + 2 * 5 * 16)
+  assert counts[1] - counts[0] == others
 
 
 @pytest.mark.parametrize('stride', [1, 2])
