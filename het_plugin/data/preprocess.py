@@ -289,10 +289,14 @@ def patch_grid(height: int, width: int, patch_size: int, max_patches: int) -> tu
 
 @dataclasses.dataclass(frozen=True)
 class InceptionCrop:
-  """A random crop of a relative area and aspect ratio, resized (Szegedy et al., 2015)."""
+  """A random crop of a relative area and aspect ratio, resized (Szegedy et al., 2015).
+
+  keep_aspect: whether the crop stays as it is, which NaFlex towers need, in place of a square.
+  """
 
   area_range: tuple[float, float] = (0.05, 1.0)
   aspect_range: tuple[float, float] = (3 / 4, 4 / 3)
+  keep_aspect: bool = False
 
   def __post_init__(self):
     if not 0 < self.area_range[0] <= self.area_range[1] <= 1:
@@ -300,6 +304,9 @@ class InceptionCrop:
 
   def __call__(self, image: np.ndarray, rng: np.random.Generator, size: int) -> np.ndarray:
     box = random_box(image, rng, self.area_range, self.aspect_range)
+    if self.keep_aspect:
+      left, top, right, bottom = box
+      return image[top:bottom, left:right]
     return resized(image, size, size, box)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,9 @@ class ImageTask:
     if augment and augmentations is not None:
       preprocessors, mixture = augment_lib.resolve(augmentations)
       converted = (x for x in self.eval_preprocessors if isinstance(x, pp.ToChannels))
-      preprocessors = (*converted, *preprocessors, *([resize] if is_sheet else []))
+      preprocessors = (*converted, *preprocessors)
+      if is_sheet:
+        preprocessors = (*_of_any_aspect(preprocessors), resize)
       if mixture and is_sheet:
         raise ValueError(
           f'augmentations is {augmentations!r}; images of the aspect of their photographs (NaFlex) '
@@ -134,11 +136,10 @@ class ImageTask:
   def _split_preprocessors(
     self, augment: bool, resize: str | pp.ResizeAndCrop | None
   ) -> Sequence[pp.Preprocessor]:
-    square = (pp.CentralCrop, pp.Resize)
-    are_photos = any(isinstance(x, square) for x in self.eval_preprocessors)
+    are_photos = any(isinstance(x, _SQUARE) for x in self.eval_preprocessors)
     if isinstance(resize, pp.ResizeAndCrop) and resize.mode == 'patches':
       usual = self.preprocessors if augment else self.eval_preprocessors
-      return (*(x for x in usual if not isinstance(x, square)), resize)
+      return (*_of_any_aspect(usual), resize)
     if isinstance(resize, pp.ResizeAndCrop):  # of a tower, for all photographs that it reads
       made = resize if are_photos and not augment else None
     else:
@@ -154,7 +155,7 @@ class ImageTask:
         f'resize is {resize!r}; it must be None for {self.name}, whose images are not '
         'photographs of any size.'
       )
-    return tuple(made if isinstance(x, square) else x for x in self.eval_preprocessors)
+    return tuple(made if isinstance(x, _SQUARE) else x for x in self.eval_preprocessors)
 
   def _check(self, split: str, lengths: Mapping[str, int]) -> None:
     """ValueError if a split or slice does not exist, or the task cannot make these lengths."""
@@ -182,8 +183,18 @@ ON_ADD: list[Callable[[ImageTask], Any]] = []  # called with every added task; f
 _SMALL = 64  # pixels; folders of images of at most this side are not cropped like photographs
 _OF_FILES = 'image_folder', 'parquet', 'webdataset', 'tfrecord', 'array_record'
 _PHOTO_TRAIN = pp.InceptionCrop(), pp.Flip()
+_SQUARE = pp.CentralCrop, pp.Resize
 # No crop and no mirroring, so that everything in the caption stays visible and on its side.
 _CAPTIONED = (pp.Resize(),)
+
+
+def _of_any_aspect(preprocessors: Iterable[pp.Preprocessor]) -> list[pp.Preprocessor]:
+  """The preprocessors without what makes squares of photographs."""
+  return [
+    dataclasses.replace(x, keep_aspect=True) if isinstance(x, pp.InceptionCrop) else x
+    for x in preprocessors
+    if not isinstance(x, _SQUARE)
+  ]
 
 
 def _tfds(name: str, source: str = 'TfdsSource') -> ExampleSource:

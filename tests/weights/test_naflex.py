@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from het_plugin import runs, weights
+from het_plugin import data, runs, weights
 from het_plugin.backbones import ViT, naflex
 from het_plugin.commands import export
 from het_plugin.data import preprocess
@@ -138,6 +138,23 @@ def test_positions_are_those_of_jax(filter):
 def test_grids_are_as_large_as_they_may_be():
   made = {x: preprocess.patch_grid(*x, 16, 256) for x in ((480, 640), (1, 5000), (224, 224))}
   assert made == {(480, 640): (14, 18), (1, 5000): (1, 256), (224, 224): (16, 16)}
+
+
+@pytest.mark.parametrize('augmentations', [None, ('inception', 'flip')])
+def test_crops_of_training_keep_their_aspect(augmentations, tmp_path):
+  folder = tmp_path / 'train' / 'a'
+  folder.mkdir(parents=True)
+  for i in range(8):
+    Image.fromarray(photo(100, 130)).save(folder / f'{i}.png')
+  lengths = {'image': 48, 'label': 1}
+  recipe = preprocess.ResizeAndCrop('patches', patch_size=8, max_patches=25)
+  config = data.DatasetConfig(
+    f'image_folder:{tmp_path}', lengths, 'train', 8, resize=recipe, augmentations=augmentations
+  )
+  levels = np.rint((next(data.get_dataset(config))['image'] + 1) * 127.5)
+  grids = levels[:, -1, -4:, 0]  # rows, then columns, each in two levels
+  assert not grids[:, [0, 2]].any() and len({tuple(x) for x in grids}) > 1
+  assert (grids[:, 1] * grids[:, 3] <= 25).all()
 
 
 @pytest.fixture
