@@ -30,6 +30,8 @@ Positive = Annotated[float, '(0, inf)']
 Rate = Annotated[float, '[0, 1)']
 Seeds = Annotated[tuple[Annotated[int, '[0, inf)'], ...], NOT_EMPTY]
 
+_A_LIST = 'a list: '
+_EACH = 'a list, each part '
 _LITERALS = (bool, int, float, str, list, tuple, dict)
 _SCALARS = {
   bool: (bool, 'True or False'),
@@ -57,9 +59,18 @@ def check_flags(settings: Any) -> None:
   """`check` of a dataclass whose fields are flags, by their names and as they are typed."""
   for name, hint in _ranges(type(settings)).items():
     value = getattr(settings, name)
-    if expected := mismatch(value, hint):
-      shown = ','.join(map(str, value)) if isinstance(value, tuple | list) else value
-      raise ValueError(f'--{name}={shown} must be {expected.removesuffix(" or None")}')
+    expected = (mismatch(value, hint) or '').removesuffix(' or None')
+    if expected.startswith(_A_LIST):  # in Python: flags give lists
+      raise ValueError(f'{name}={value!r} must be a list: [{value!r}]')
+    if not expected:
+      continue
+    values = value if isinstance(value, (list, tuple, range)) else [value]
+    shown = ','.join(str(x).removesuffix('.0') if isinstance(x, float) else str(x) for x in values)
+    must = 'must be'
+    if expected.startswith(_EACH) and expected.count('a list') == 1:  # not one of several lists
+      expected = expected.removeprefix(_EACH)
+      must = 'must each be' if len(values) > 1 else must
+    raise ValueError(f'--{name}={shown} {must} {expected}')
 
 
 def checked(function: _Function) -> _Function:
@@ -130,17 +141,19 @@ def mismatch(value: Any, hint: Any, is_open: Callable[[Any], bool] = lambda _: F
     kind, what = _SCALARS[hint]
     return None if isinstance(value, kind) and isinstance(value, bool) == (hint is bool) else what
   if origin is Literal:
-    return None if value in arguments else f'one of {", ".join(map(repr, arguments))}'
+    words = ', '.join(map(repr, arguments))
+    return None if value in arguments else words if len(arguments) == 1 else f'one of {words}'
   if origin is collections.abc.Callable:
     return 'a function: @name' if isinstance(value, _LITERALS) else None
   if origin in (tuple, list, Sequence, Iterable):
-    if not isinstance(value, (list, tuple)):
-      return 'a list: (..., ...)'
+    if not isinstance(value, (list, tuple, range)):
+      return f'{_A_LIST}(..., ...)'
     is_fixed = origin is tuple and arguments[-1] is not ...
     if is_fixed and len(value) != len(arguments):
-      return f'a list of {len(arguments)}'
+      parts = {mismatch(object(), argument) for argument in arguments}
+      return f'a list of {len(arguments)}' + (f' (each {parts.pop()})' if len(parts) == 1 else '')
     expected = first(zip(value, arguments if is_fixed else arguments[:1] * len(value), strict=True))
-    return expected and f'a list, each part {expected}'
+    return expected and f'{_EACH}{expected}'
   if origin in (dict, Mapping):
     if not isinstance(value, dict):
       return 'a dict: {...}'

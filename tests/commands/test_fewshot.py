@@ -237,7 +237,10 @@ def test_checkpoints_on_data_sets(digits_run, run_main, tmp_path):
     (['--train=a.npz', '--test=b.npz', '--gin.K=5'], '--gin_bindings is for --checkpoint'),
     (['--results=x', '--shots=5'], '--shots has no effect on --results alone'),
     (['--l2=much', '--results=x'], '--l2=much must be a number, or loo'),
-    (['--train=nope.npz', '--test=nope.npz', '--seeds=0,-1'], '--seeds=0,-1 must be '),
+    (
+      ['--train=nope.npz', '--test=nope.npz', '--seeds=0,-1'],
+      '--seeds=0,-1 must each be at least 0',
+    ),
   ],
 )
 def test_wrong_flags_are_one_sentence(flags, message, run_main):

@@ -76,7 +76,7 @@ def test_the_pictures_of_a_small_split_are_its_examples(monkeypatch, tmp_path):
 
 def test_unknown_head_is_named(run_main, tmp_path):
   message = run(run_main, tmp_path, '--heads=het_xxl', code=2)
-  assert "--heads=het_xxl must be a list, each part one of 'det', 'det_learned_tau'" in message
+  assert "--heads=het_xxl must be one of 'det', 'det_learned_tau'" in message
   assert '--heads= ' in run(run_main, tmp_path, '--heads=', code=2)
   assert '--output_dir=gs://b/x must be' in run(run_main, 'gs://b/x', code=2)
 

@@ -174,7 +174,7 @@ def test_ensemble_beside_the_best_and_the_average(runs, run):
     (['knn', '--train=GOOD', '--test=GOOD'], 'train.npz are one file, '),
     (['knn', '--train=x.npz', '--names=a,b'], '--names=a,b must be 1 '),
     (['rank', '--train=GOOD', '--test=TEST', '--keep=2'], '--keep=2 must be in 1 .. 1'),
-    (['rank', '--train=x.npz', '--l2=-1'], "--l2=-1.0 must be above 0 or one of 'loo', 'heldout'"),
+    (['rank', '--train=x.npz', '--l2=-1'], "--l2=-1 must be above 0 or one of 'loo', 'heldout'"),
     (['ensemble', '--validation=P,Q'], 'log_prob_test.npz and '),
     (
       ['ensemble', '--validation=P', '--test=POOR'],

@@ -22,7 +22,7 @@ def registered():
     ('train/Integrator.num_samples = 1.5', 'Integrator.num_samples = 1.5 must be a whole number'),
     ("MODEL_DIR = ''", "MODEL_DIR = '' (train.model_dir) must be a path"),
     ("TASK_FEATURE_LENGTHS = {'image': 'a'}", 'must be a dict, each value a whole number'),
-    ('train.profile_steps = (1,)', 'train.profile_steps = (1,) must be a list of 2 or None'),
+    ('train.profile_steps = (1,)', 'train.profile_steps = (1,) must be a list of 2 (each '),
     ('HetXL.temperature = 1.0', 'must be a FixedTemperature: @...() or a LearnedTemperature'),
     ('vit.depth = 1.5', 'vit.depth = 1.5 must be a whole number'),  # a field of what vit() makes
     ('adamw.b1 = 2.0', 'adamw.b1 = 2.0 must be in [0, 1)'),

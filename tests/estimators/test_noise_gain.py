@@ -123,7 +123,7 @@ def test_the_main_and_its_errors(tmp_path, run_main):
   assert f'HET-XL would gain {gain:.4f} ± ' in printed
   for flag, message in {
     '--split=test': '--split has no effect on --train',
-    '--heads=det': "--heads=det must be a list, each part one of 'het', 'het_h', 'het_xl'",
+    '--heads=det': "--heads=det must be one of 'het', 'het_h', 'het_xl'",
   }.items():
     assert message in run_main(noise_test_command, train, flag, code=2)
   for changes, message in (({'heads': ['det']}, "'det'"), ({'folds': 4001}, 'folds=4001')):

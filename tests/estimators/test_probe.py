@@ -97,15 +97,16 @@ def test_the_main(few, tmp_path, run_main):
     ('--splits=a,b', '--splits is for --checkpoint'),
     ('--gin.C=3', '--gin_bindings is for --checkpoint'),
     ('--hidden_layers=x', '--hidden_layers=x must be'),
-    ('--C=0', '--C=0.0 must be a list, each part above 0'),
+    ('--C=0', '--C=0 must be above 0'),
     ('--heads=', '--heads= must be a list that is not empty'),
-    ('--mesh=2', '--mesh=2 must be a list of 2'),
+    ('--mesh=2', '--mesh=2 must be a list of 2 (each a whole number, at least 1)'),
     ('--tau=cold', '--tau=cold must be a number, or learned, validation'),
     ('--C_noise=', '--C_noise= must be a list that is not empty'),
+    ('--C_noise=0.5,-1', "--C_noise=0.5,-1 must each be at least 0 or 'auto'"),
     ('--C_noise=best', '--C_noise=best must be a number, or auto'),
     ('--C_noise=auto,0.1', '--C_noise=auto,0.1: auto chooses from values of its own'),
     ('--C_noise=0.1', '--C_noise has no effect on --heads=det, which has no noise'),
-    ('--tol=0', '--tol=0.0 must be above 0'),
+    ('--tol=0', '--tol=0 must be above 0'),
     ('--folds=3', '--folds has no effect on --test'),
   ):
     assert message in run_main(probe, *arguments, flag, code=2)
@@ -394,8 +395,11 @@ def test_the_extreme_share():
 
 
 def test_wrong_settings_are_one_sentence(files, tmp_path):
-  with pytest.raises(ValueError, match="--heads=svm must be a list, each part one of 'det'"):
+  with pytest.raises(ValueError, match="--heads=svm must be one of 'det'"):
     settings(heads=('svm',))
+  with pytest.raises(ValueError, match=r'^C=0.1 must be a list: \[0.1\]'):
+    settings(C=0.1)
+  assert settings(num_factors=range(1, 3)).num_factors == range(1, 3)
   with pytest.raises(ValueError, match='--baseline=het must be one of'):
     settings(baseline='het')
   np.savez(tmp_path / 'other.npz', features=np.ones((4, 5), np.float32), label=np.arange(4))

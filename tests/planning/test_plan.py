@@ -59,11 +59,14 @@ def test_a_plan_for_virtual_devices(tmp_path, run_main):
   'flags,words',
   [
     (['--topology=v9:2x2'], '--topology=v9:2x2 is unknown: write a TPU generation of v2, '),
-    (['--topology=cpu:8', '--mesh=8'], '--mesh=8 must be a list of 2 or a list of 3'),
-    (['--topology=cpu:8', '--mesh='], '--mesh= must be a list of 2 or a list of 3'),
+    (
+      ['--topology=cpu:8', '--mesh=8'],
+      '--mesh=8 must be a list of 2 (each a whole number, at least 1) or a list of 3',
+    ),
+    (['--topology=cpu:8', '--mesh='], '--mesh= must be a list of 2 (each'),
     (
       ['--topology=cpu:8', '--grid', '--heads=hett'],
-      '--heads=hett must be a list, each part one of',
+      '--heads=hett must be one of',
     ),
     (['--topology=cpu:8', '--grid', '--heads='], '--heads= must be a list that is not empty'),
     (['--grid', '--search=batch'], '--search has an effect only without --grid'),
