@@ -24,6 +24,16 @@ def grid_of(sheet: jax.Array) -> jax.Array:
   return levels[:, ::2] * 256 + levels[:, 1::2]
 
 
+def is_sheet(image: jax.Array, num_patches: int) -> jax.Array:
+  """Whether images float32 [B, H, H, C] are sheets of up to N patches, bool [B].
+
+  Rows of -1, which fill up a batch, are sheets without a patch.
+  """
+  grid = grid_of(image)
+  fits = (grid.max(axis=1) <= num_patches) & (grid.prod(axis=1) <= num_patches)
+  return fits & ((grid.min(axis=1) >= 1) | (image == -1).all(axis=(1, 2, 3)))
+
+
 def positions(
   table: jax.Array, grid: jax.Array, num_patches: int, resampling: Resampling, square: bool
 ) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import Dense, Remat, check_settings, param
 from het_plugin.backbones.moe import Moe, moe_layers
-from het_plugin.backbones.naflex import Resampling, grid_of, positions
+from het_plugin.backbones.naflex import Resampling, grid_of, is_sheet, positions
 from het_plugin.backbones.transformer import (
   SIZES,
   Activation,
@@ -393,9 +393,7 @@ class ViT(nn.Module):
       # 'kv', because t5x's rules replicate it: every class shard of the head needs all of phi.
       phi = jnp.tanh(Dense(self.representation_size, ('embed', 'kv'), name='representation')(phi))
     if self.naflex is not None:
-      # Rows of -1, which fill up a batch, are sheets without a patch.
-      is_sheet = (sizes.max(axis=1) <= num_patches) & (sizes.prod(axis=1) <= num_patches)
-      phi = jnp.where(is_sheet[:, None], phi, jnp.nan)
+      phi = jnp.where(is_sheet(image, num_patches)[:, None], phi, jnp.nan)
     phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))
     return phi, intermediates
 

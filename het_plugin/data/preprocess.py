@@ -265,6 +265,24 @@ def check_images(resize: Any, backbone: Any, reader: str) -> None:
     )
 
 
+def check_sheets(image: np.ndarray, backbone: Any, reader: str) -> None:
+  """Raises ValueError if the backbone of `reader` takes sheets, and an image is none.
+
+  `image` is float32 [B, H, W, C] in [-1, 1].
+  """
+  if not getattr(backbone, 'naflex', None):
+    return
+  num_patches = (image.shape[1] // backbone.patch_size - 1) ** 2
+  levels = np.rint((np.asarray(image[:, -1, -4:, 0], np.float64) + 1) * 127.5)  # [B, 4]
+  grid = levels[:, ::2] * 256 + levels[:, 1::2]  # rows and columns, [B, 2]
+  for i in np.flatnonzero((grid.min(axis=1) < 1) | (grid.prod(axis=1) > num_patches)):
+    if (image[i] != -1).any():  # rows of -1 fill up a batch
+      raise ValueError(
+        f"batch['image'][{i}] is no sheet of patches, which {reader} takes (NaFlex): make it by "
+        "ResizeAndCrop(mode='patches')"
+      )
+
+
 def patch_grid(height: int, width: int, patch_size: int, max_patches: int) -> tuple[int, int]:
   """Rows and columns of patches of an image at the largest scale that gives at most so many.
 

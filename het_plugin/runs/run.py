@@ -98,6 +98,9 @@ class Run:
     Returns:
       'log_prob' float32 [B, K] and the other columns of `model.predictive`: 'expected_entropy' [B]
       in nats of a head with noise, 'nll' [B] in nats of a sigmoid and given labels.
+
+    Raises:
+      ValueError: the backbone is a NaFlex, and an image is no sheet.
     """
     return self._of_batch('predict', self.model.predictive, batch)
 
@@ -107,7 +110,7 @@ class Run:
     """{layer: [B, ...]}, the representations of a batch, which is as for `predict`.
 
     Raises:
-      ValueError: the backbone has no layer of that name.
+      ValueError: the backbone has no layer of that name, or as for `predict`.
     """
     layers = tuple(layers)
 
@@ -263,6 +266,8 @@ class Run:
       yield batches, min(sizes)
 
   def _of_batch(self, key, compute, batch):
+    backbone = getattr(self.model, 'backbone', None)
+    data.preprocess.check_sheets(batch['image'], backbone, self.checkpoint)
     size = len(batch['image'])
     padding = -size % self.partitioner.data_shards  # a mesh takes whole numbers of rows per device
     unlabelled = np.full((size, self.max_labels), -1, np.int32)

@@ -116,10 +116,11 @@ def test_a_picture_in_a_batch_is_as_one_alone(pooling):
     np.testing.assert_allclose(phi[i], expected[0], atol=2e-5)
     for name in ('patches', 'block00', 'encoder_norm'):
       np.testing.assert_allclose(layers[name][i], theirs[name].mean((0, 1)), atol=2e-5)
-  others = np.full((2, 24, 24, 3), -1, np.float32)  # a row that fills up a batch, and no sheet
+  others = np.full((3, 24, 24, 3), -1, np.float32)  # a row that fills up a batch, and no sheets
   others[1] = 0.3
+  others[2, :-1] = 0.3
   is_nan = np.isnan(jax.jit(tower.apply)(params, others)[0])
-  assert not is_nan[0].any() and is_nan[1].all()
+  assert not is_nan[0].any() and is_nan[1:].all()
 
 
 @pytest.mark.parametrize('filter', ['bilinear', 'bicubic'])
@@ -182,6 +183,11 @@ def test_a_published_file_reads_photographs_and_arrays(siglip_file):
   np.testing.assert_allclose(features, np.repeat(expected, len(features), axis=0), atol=1e-5)
   with pytest.raises(ValueError, match=r"resize='aspect' makes squares, and .* \(NaFlex\)"):
     run.rows('train', task=f'npz:{path}', batch_size=8, resize='aspect')
+  for last_row in (0.3, -1):
+    squares = np.full((2, 35, 35, 3), 0.3, np.float32)
+    squares[:, -1] = last_row
+    with pytest.raises(ValueError, match=r"batch\['image'\]\[0\] is no sheet of patches"):
+      run.represent({'image': squares})
   with pytest.raises(ValueError, match='a program takes squares: use predict'):
     export.export(run, str(siglip_file.parent / 'program'), 'stablehlo')
   with pytest.raises(ValueError, match='published files have no names: keep the run'):
