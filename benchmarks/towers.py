@@ -4,9 +4,10 @@ transformers and open_clip with the same parameters and each with its own way to
     pip install torch timm transformers open_clip_torch    # not needed by the project
     python -m benchmarks.towers [--json OUT] [--towers ViT-S/16,ViT-B/16,ConvNeXt-T --batches 1,32]
 
-All run on one core, in float32 but for --dtype, on photographs of 500 x 375 pixels. Ours opens the
-file that the other project writes, as `het_plugin.represent` does. They take turns, and the median
-of --turns counts. What is not installed is left out; without any of them ours runs alone.
+All run on one core, on photographs of 500 x 375 pixels. The others compute in float32, and ours in
+--dtype. Ours opens the file that the other project writes, as `het_plugin.represent` does. All take
+turns, and the median of --turns counts. What is not installed is left out; without any of them ours
+runs alone.
 """
 
 import dataclasses

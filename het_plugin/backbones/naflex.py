@@ -40,8 +40,8 @@ def positions(
   """Learned positions [G, G, D], resampled to the grid of each picture, [B, N, D].
 
   `grid` is int32 [B, 2]. Corners are not aligned. With `square` the table is resampled to a square
-  of the longer side, of which the picture takes the first rows and columns. Empty patches have
-  the position of the last one of the picture.
+  as large as the longer side. The picture takes its first rows and columns. Empty patches have the
+  position of the picture's last patch.
   """
   sides = jnp.maximum(grid, 1)
   columns = sides[:, 1:]

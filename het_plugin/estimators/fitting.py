@@ -458,7 +458,8 @@ def apply(
 
   def from_mean(rows: slice) -> np.ndarray:
     x = inputs.widened(np.asarray(features.x[rows])) - mean
-    # NaN reaches the output, of which every process sees all; a sigmoid of infinity is finite.
+    # An infinite row becomes NaN, and so do its outputs, which all processes see. A sigmoid of
+    # infinity would be finite.
     return np.where(np.isfinite(x), x, np.nan) if features.is_mapped else x
 
   sources: list[tuple[Callable, tuple]] = [(from_mean, (features.width,))]
