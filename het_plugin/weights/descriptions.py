@@ -81,6 +81,43 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
   'dinov3_vit': {'rope_theta': 100.0},
   'dinov3_convnext': {'layer_norm_eps': 1e-6},
 }
+# What a config.json of transformers may say of a tower. Any other setting may change the features.
+_KNOWN = frozenset(
+  # Read here, or by the readers of arrays.
+  'model_type hidden_act layer_norm_eps rms_norm_eps rope_theta num_attention_heads '
+  'num_hidden_layers image_size use_mean_pooling summary_idxs use_swiglu_ffn '
+  'downsample_in_first_stage downsample_in_bottleneck pooler_act apply_layernorm use_qk_norm '
+  'qk_normalization eos_token_id vision_config text_config quantization_config peft_type '
+  # Told by the names and shapes of arrays.
+  'hidden_size hidden_sizes embedding_size intermediate_size mlp_ratio depths num_stages layer_type '
+  'patch_size patch_dim num_channels num_patches max_img_size num_cls_tokens num_registers '
+  'num_register_tokens norm_mean norm_std norm_type is_native projection_dim projection_size '
+  'pooler_output_size use_head vision_use_head use_gated_mlp use_mask_token mask_token use_bias '
+  'attention_bias qkv_bias query_bias key_bias value_bias proj_bias mlp_bias layerscale_value '
+  'layer_scale_init_value logit_scale_init_value use_absolute_position_embeddings '
+  'use_relative_position_bias use_shared_relative_position_bias vocab_size max_position_embeddings '
+  # Of training, and of outputs that are not the features.
+  'dropout attention_dropout hidden_dropout_prob attention_probs_dropout_prob projection_dropout '
+  'drop_path_rate initializer_range initializer_factor pos_embed_shift pos_embed_jitter '
+  'pos_embed_rescale mask_ratio norm_pix_loss decoder_hidden_size decoder_intermediate_size '
+  'decoder_num_attention_heads decoder_num_hidden_layers encoder_stride out_features out_indices '
+  'stage_names reshape_hidden_states add_fpn pool_scales use_auxiliary_head auxiliary_channels '
+  'auxiliary_concat_input auxiliary_loss_weight auxiliary_num_convs semantic_loss_ignore_index '
+  'projector_hidden_act num_image_tokens max_image_size size use_base_siglip video_patch_dim '
+  'video_temporal_patch_size '
+  # Of every model, in this version and in older ones.
+  '_name_or_path architectures auto_map dtype torch_dtype transformers_version torchscript '
+  'chunk_size_feed_forward id2label label2id num_labels problem_type finetuning_task tokenizer_class '
+  'return_dict use_return_dict output_attentions output_hidden_states output_scores use_cache '
+  'use_bfloat16 use_flash_attn attn_implementation _attn_implementation tie_word_embeddings '
+  'tie_encoder_decoder tf_legacy_loss task_specific_params prefix is_decoder is_encoder_decoder '
+  'add_cross_attention pruned_heads bos_token_id pad_token_id sep_token_id decoder_start_token_id '
+  'forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids '
+  'max_length min_length length_penalty repetition_penalty diversity_penalty '
+  'exponential_decay_length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_beams '
+  'num_beam_groups num_return_sequences return_dict_in_generate remove_invalid_values do_sample '
+  'early_stopping temperature top_k top_p typical_p '.split()
+)
 # The types of settings that are read before their values are checked.
 _TYPES = {
   'a JSON object': 'vision_config text_config pretrained_cfg model_args image_processor model_cfg '
@@ -100,7 +137,12 @@ _IS: Mapping[str, Callable[[Any], bool]] = {
   ),
 }
 # Settings of transformers with the one value that the towers here have.
-_FIXED = {'pooler_act': 'tanh', 'apply_layernorm': True, 'use_qk_norm': False}
+_FIXED = {
+  'pooler_act': 'tanh',
+  'apply_layernorm': True,
+  'use_qk_norm': False,
+  'qk_normalization': False,
+}
 
 
 def read_config(path: epath.PathLike) -> dict[str, Any]:
@@ -120,6 +162,10 @@ def read_config(path: epath.PathLike) -> dict[str, Any]:
       settings = _of_open_clip(settings)
     elif name == pixels.PROCESSOR:
       settings = settings.get('image_processor', {})
+    elif name == pixels.CONFIG:
+      of_tower = settings.get('vision_config', settings)
+      if of_tower.get('model_type', settings.get('model_type')) in _MODELS:
+        check_known(of_tower, str(folder / name))
     read |= settings
   if (end := _tokenizer_end(folder)) is not None:
     read['tokenizer_end'] = end
@@ -137,6 +183,16 @@ def read_config(path: epath.PathLike) -> dict[str, Any]:
   if made is None:
     return read
   return {**read, 'pixels': made, **{name: made[name] for name in ('image_mean', 'image_std')}}
+
+
+def check_known(settings: Mapping[str, Any], where: str) -> None:
+  """ValueError if the settings of a tower of transformers have one that may change its features."""
+  for name, value in settings.items():
+    if value is not None and name not in _KNOWN:
+      raise ValueError(
+        f'{name}={value!r} in {where} is not known here and may change the features: remove it there '
+        'if it does not'
+      )
 
 
 def described(config: Mapping[str, Any]) -> Mapping[str, Any]:

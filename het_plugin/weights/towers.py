@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 
 from het_plugin.weights import convolutional, files, pixels, renaming
-from het_plugin.weights.descriptions import described, read_config
+from het_plugin.weights.descriptions import check_known, described, read_config
 from het_plugin.weights.renaming import Params, Tower
 
 _ADAPTER = 'the file is an adapter (LoRA): merge it into its base model, and save that as a whole'
@@ -161,6 +161,7 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
   if unknown or 'block00/attention_norm/bias' not in flat:
     layer = min(unknown, default='a normalisation without bias')
     raise ValueError(f'the text tower of the file is not that of CLIP or SigLIP: it has {layer}')
+  check_known(config, 'the text_config of config.json')
   table = flat.pop('embedding')  # [V, D]
   vocab_size, width = table.shape
   is_siglip = 'text_projection/bias' in flat

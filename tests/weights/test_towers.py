@@ -548,7 +548,7 @@ def test_the_gelu_of_siglip():
     assert (tower.settings['mlp'], tower.settings['pooling']) == ('gelu', 'gap')
 
 
-def test_usual_values_are_those_of_transformers():
+def test_usual_values_are_those_of_transformers(tmp_path):
   torch = pytest.importorskip('torch')
   transformers = pytest.importorskip('transformers')
   compared = []
@@ -557,6 +557,8 @@ def test_usual_values_are_those_of_transformers():
   changed['aimv2_vision_model'] = {'use_head': False}
   for kind in descriptions._MODELS.keys() - {'intern_vit_6b', 'radio'}:
     config = transformers.AutoConfig.for_model(kind, **changed.get(kind, {}))
+    config.save_pretrained(tmp_path)
+    weights.read_config(tmp_path / 'model.safetensors')  # knows all of its settings
     if hasattr(config, 'vision_config'):
       continue
     if type(config) not in transformers.AutoModel._model_mapping:
@@ -1022,6 +1024,8 @@ def test_the_end_of_a_text_of_clip(tmp_path):
   assert row_of_end(weights.read_config(path)) == 27
   with pytest.raises(ValueError, match='eos_token_id=30 .* must be below the 30 rows'):
     row_of_end({'text_config': {'eos_token_id': 30}})
+  with pytest.raises(ValueError, match="rope='2d' in the text_config of config.json is not known"):
+    row_of_end({'text_config': {'rope': '2d'}})
 
 
 @pytest.mark.parametrize(
@@ -1038,17 +1042,29 @@ def test_the_end_of_a_text_of_clip(tmp_path):
       'image_mean=0.5 .* a list of numbers',
     ),
     ('preprocessor_config.json', {'image_std': [0, 1]}, 'image_std=.* a list of numbers above 0'),
+    ('config.json', {'model_type': 'vit', 'softcap': 3.0}, r'softcap=3.0 in .*g.json is not known'),
+    (
+      'config.json',
+      {'model_type': 'llava', 'vision_config': {'window': 7}},
+      'window=7 in .* may change the features',
+    ),
   ],
 )
-def test_a_description_of_other_types_is_one_sentence(tmp_path, file, settings, message):
+def test_a_description_that_cannot_be_read_is_one_sentence(tmp_path, file, settings, message):
   (tmp_path / file).write_text(json.dumps(settings))
   with pytest.raises(ValueError, match=message):
     weights.read_config(tmp_path / 'model.safetensors')
 
 
 def test_a_null_is_no_setting(tmp_path):
+  path = tmp_path / 'model.safetensors'
   (tmp_path / 'config.json').write_text('{"vision_config": null, "architecture": null}')
-  assert weights.read_config(tmp_path / 'model.safetensors') == {}
+  assert weights.read_config(path) == {}
+  # Only the tower of a model with several parts must be known.
+  tower = {'model_type': 'clip_vision_model', 'rope_scaling': None, 'num_beams': 1, 'dropout': 0.0}
+  described = {'model_type': 'llava', 'image_token_index': 32_000, 'vision_config': tower}
+  (tmp_path / 'config.json').write_text(json.dumps(described))
+  assert weights.read_config(path)['num_beams'] == 1
 
 
 def test_integers_are_refused():
