@@ -89,8 +89,8 @@ _KNOWN = frozenset(
   'downsample_in_first_stage downsample_in_bottleneck pooler_act apply_layernorm use_qk_norm '
   'qk_normalization eos_token_id vision_config text_config quantization_config peft_type '
   # Told by the names and shapes of arrays.
-  'hidden_size hidden_sizes embedding_size intermediate_size mlp_ratio depths num_stages layer_type '
-  'patch_size patch_dim num_channels num_patches max_img_size num_cls_tokens num_registers '
+  'hidden_size hidden_sizes embedding_size intermediate_size mlp_ratio depths num_stages '
+  'layer_type patch_size patch_dim num_channels num_patches max_img_size num_cls_tokens num_registers '
   'num_register_tokens norm_mean norm_std norm_type is_native projection_dim projection_size '
   'pooler_output_size use_head vision_use_head use_gated_mlp use_mask_token mask_token use_bias '
   'attention_bias qkv_bias query_bias key_bias value_bias proj_bias mlp_bias layerscale_value '
@@ -107,8 +107,8 @@ _KNOWN = frozenset(
   'video_temporal_patch_size '
   # Of every model, in this version and in older ones.
   '_name_or_path architectures auto_map dtype torch_dtype transformers_version torchscript '
-  'chunk_size_feed_forward id2label label2id num_labels problem_type finetuning_task tokenizer_class '
-  'return_dict use_return_dict output_attentions output_hidden_states output_scores use_cache '
+  'chunk_size_feed_forward id2label label2id num_labels problem_type finetuning_task '
+  'tokenizer_class return_dict use_return_dict output_attentions output_hidden_states output_scores use_cache '
   'use_bfloat16 use_flash_attn attn_implementation _attn_implementation tie_word_embeddings '
   'tie_encoder_decoder tf_legacy_loss task_specific_params prefix is_decoder is_encoder_decoder '
   'add_cross_attention pruned_heads bos_token_id pad_token_id sep_token_id decoder_start_token_id '
@@ -190,8 +190,8 @@ def check_known(settings: Mapping[str, Any], where: str) -> None:
   for name, value in settings.items():
     if value is not None and name not in _KNOWN:
       raise ValueError(
-        f'{name}={value!r} in {where} is not known here and may change the features: remove it there '
-        'if it does not'
+        f'{name}={value!r} in {where} is not known here and may change the features: remove it if '
+        'it does not'
       )
 
 
