@@ -90,12 +90,13 @@ _KNOWN = frozenset(
   'qk_normalization eos_token_id vision_config text_config quantization_config peft_type '
   # Told by the names and shapes of arrays.
   'hidden_size hidden_sizes embedding_size intermediate_size mlp_ratio depths num_stages '
-  'layer_type patch_size patch_dim num_channels num_patches max_img_size num_cls_tokens num_registers '
-  'num_register_tokens norm_mean norm_std norm_type is_native projection_dim projection_size '
-  'pooler_output_size use_head vision_use_head use_gated_mlp use_mask_token mask_token use_bias '
-  'attention_bias qkv_bias query_bias key_bias value_bias proj_bias mlp_bias layerscale_value '
-  'layer_scale_init_value logit_scale_init_value use_absolute_position_embeddings '
-  'use_relative_position_bias use_shared_relative_position_bias vocab_size max_position_embeddings '
+  'layer_type patch_size patch_dim num_channels num_patches max_img_size num_cls_tokens '
+  'num_registers num_register_tokens norm_mean norm_std norm_type is_native projection_dim '
+  'projection_size pooler_output_size use_head vision_use_head use_gated_mlp use_mask_token '
+  'mask_token use_bias attention_bias qkv_bias query_bias key_bias value_bias proj_bias mlp_bias '
+  'layerscale_value layer_scale_init_value logit_scale_init_value '
+  'use_absolute_position_embeddings use_relative_position_bias use_shared_relative_position_bias '
+  'vocab_size max_position_embeddings '
   # Of training, and of outputs that are not the features.
   'dropout attention_dropout hidden_dropout_prob attention_probs_dropout_prob projection_dropout '
   'drop_path_rate initializer_range initializer_factor pos_embed_shift pos_embed_jitter '
@@ -108,15 +109,16 @@ _KNOWN = frozenset(
   # Of every model, in this version and in older ones.
   '_name_or_path architectures auto_map dtype torch_dtype transformers_version torchscript '
   'chunk_size_feed_forward id2label label2id num_labels problem_type finetuning_task '
-  'tokenizer_class return_dict use_return_dict output_attentions output_hidden_states output_scores use_cache '
-  'use_bfloat16 use_flash_attn attn_implementation _attn_implementation tie_word_embeddings '
-  'tie_encoder_decoder tf_legacy_loss task_specific_params prefix is_decoder is_encoder_decoder '
-  'add_cross_attention pruned_heads bos_token_id pad_token_id sep_token_id decoder_start_token_id '
-  'forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids '
-  'max_length min_length length_penalty repetition_penalty diversity_penalty '
-  'exponential_decay_length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_beams '
-  'num_beam_groups num_return_sequences return_dict_in_generate remove_invalid_values do_sample '
-  'early_stopping temperature top_k top_p typical_p '.split()
+  'tokenizer_class return_dict use_return_dict output_attentions output_hidden_states '
+  'output_scores use_cache use_bfloat16 use_flash_attn attn_implementation _attn_implementation '
+  'tie_word_embeddings tie_encoder_decoder tf_legacy_loss task_specific_params prefix is_decoder '
+  'is_encoder_decoder add_cross_attention pruned_heads bos_token_id pad_token_id sep_token_id '
+  'decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens '
+  'begin_suppress_tokens bad_words_ids max_length min_length length_penalty repetition_penalty '
+  'diversity_penalty exponential_decay_length_penalty no_repeat_ngram_size '
+  'encoder_no_repeat_ngram_size num_beams num_beam_groups num_return_sequences '
+  'return_dict_in_generate remove_invalid_values do_sample early_stopping temperature top_k top_p '
+  'typical_p '.split()
 )
 # The types of settings that are read before their values are checked.
 _TYPES = {
