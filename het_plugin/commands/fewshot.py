@@ -132,7 +132,7 @@ def from_files(settings: Settings) -> Results:
   for name, *pair in zip(chosen, train, settings.test, strict=True):
     sources = map(runs.sources.open_source, pair)
     halves = [source.rows(split) for source, split in zip(sources, ('train', None), strict=True)]
-    rows_lib.check_pair(pair, [rows.meaning for rows in halves])
+    halves[1] = rows_lib.paired(pair, halves[0].meaning, halves[1])
     run, colon, dataset = name.partition(':') if names else (name, '', '')
     dataset = dataset if colon else halves[0].provenance.get('dataset', 'saved')
     datasets = of_runs.setdefault(run, {})

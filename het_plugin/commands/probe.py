@@ -32,7 +32,7 @@ from het_plugin.estimators.settings import GridSettings, part
 from het_plugin.evaluation.names import task_name
 from het_plugin.measures import votes
 from het_plugin.measures.comparison import EXTREME, extreme_share
-from het_plugin.rows import Reordered, Rows, check_pair
+from het_plugin.rows import Reordered, Rows, paired
 from het_plugin.rows.labels import are_marks
 from het_plugin.system import exit_codes
 
@@ -134,7 +134,7 @@ def probe(
   train_rows, train = read(train, 'the training rows', 'train')
   test_rows, test = (None, None) if test is None else read(test, 'the test rows')
   if test_rows is not None and test is not None:
-    check_pair((train, test), (train_rows.meaning, test_rows.meaning))
+    test_rows = paired((train, test), train_rows.meaning, test_rows)
   elif len(train_rows.features) < settings.folds:
     raise ValueError(
       f'--folds={settings.folds} must be at most {len(train_rows.features)}, the rows of {train}'

@@ -191,7 +191,7 @@ def ensemble(settings: Settings) -> reporting.Report:
     labels.append(read.label_log_prob)
     meanings.append(read.meaning)
   for i, of_test in enumerate(evaluation.candidates.same_predictions(test, 'test')):
-    rows_lib.check_pair((validation[i], test[i]), (meanings[i], of_test.meaning))
+    rows_lib.paired((validation[i], test[i]), meanings[i], of_test)
 
   members, path = greedy_ensemble.greedy_ensemble(np.stack(labels), **settings.chosen(*_MEMBERS))
   shares = np.bincount(members, minlength=len(names)) / len(members)
@@ -278,24 +278,26 @@ def _figure(png: bytes, caption: str) -> dict[str, reporting.Figure]:
 
 
 def _labelled(
-  text: str, source: runs.sources.Source, split: str | None
-) -> tuple[rows_lib.Rows, np.ndarray]:
-  """Rows of a source, and the label of each."""
-  rows = source.rows(split)
-  with naming(text):
-    return rows, rows.consensus
+  texts: Sequence[str], sources: Sequence[runs.sources.Source]
+) -> list[tuple[rows_lib.Rows, np.ndarray]]:
+  """Rows of a training source, and of a test source if there is one, and the label of each."""
+  found = [source.rows(split) for source, split in zip(sources, ('train', None), strict=False)]
+  if len(found) == 2:
+    found[1] = rows_lib.paired(texts, found[0].meaning, found[1])
+  labelled = []
+  for text, rows in zip(texts, found, strict=True):
+    with naming(text):
+      labelled.append((rows, rows.consensus))
+  return labelled
 
 
 def _measured(name: str, sources: Sequence[str], settings: Settings) -> dict[str, Any]:
   """The row of a candidate in the JSON, from (train, test), or leaving one out from (train,)."""
-  opened = list(zip(map(runs.sources.open_source, sources), ('train', None), strict=False))
-  file, *of_test = [runs.sources.file_of(*of) for of in opened]
+  opened = [*map(runs.sources.open_source, sources)]
+  file, *of_test = map(runs.sources.file_of, opened, ('train', None)[: len(opened)])
   if file in of_test and file is not None:
     raise ValueError(f'--train={sources[0]} and --test={sources[1]} are one file, {file}')
-  arrays = []
-  for text, of in zip(sources, opened, strict=True):
-    rows, y = _labelled(text, *of)
-    arrays += [rows.features, y]
+  arrays = [x for rows, y in _labelled(sources, opened) for x in (rows.features, y)]
   sigma = measures.rankme.singular_values(arrays[0], settings.max_examples)
   return {
     'candidate': name,
@@ -320,8 +322,8 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
 
 def _few_shot(train: str, test: str, **settings) -> dict[float, fewshot.FewShotResult]:
   """{shots: result} of a candidate."""
-  fit, y = _labelled(train, runs.sources.open_source(train), 'train')
-  new, new_y = _labelled(test, runs.sources.open_source(test), None)
+  sources = train, test
+  (fit, y), (new, new_y) = _labelled(sources, [*map(runs.sources.open_source, sources)])
   return fewshot.few_shot(fit.features, y, new.features, new_y, train_index=fit.index, **settings)
 
 

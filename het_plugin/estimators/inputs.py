@@ -45,6 +45,8 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
   if isinstance(x, str | os.PathLike):
     read = files.read(str(x), mapped=True)
     labels = read.labels[:, 0] if read.labels.shape[1] == 1 else read.labels
+    if read.by_name:
+      labels = np.array([*(read.class_names or ()), ''], object)[labels]
     if votes.has_shares(read.labels, read.label_weight):
       labels = read  # shares [N, K] are made where they are needed (`labels_of_rows`)
     return read.features, labels if y is None else y

@@ -63,16 +63,17 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
     ValueError: a file is wrong, candidates have different examples, or two files of a candidate
       have different classes or numbers of features or come from different checkpoints or layers.
   """
-  meanings = {}
+  meanings = []
   for split, sources in (('train', train), (None, test)):
     first = None
-    for source in sources:
+    for i, source in enumerate(sources):
       read = runs.sources.open_source(source).rows(split).ordered()
       first = first or (read.index, read.labels)
       _check_same(sources[0], source, first, (read.index, read.labels))
-      meanings[source] = read.meaning
-  for pair in zip(train, test, strict=True) if test else ():
-    rows_lib.check_pair(pair, [meanings[source] for source in pair])
+      if split:
+        meanings.append(read.meaning)
+      else:
+        rows_lib.paired((train[i], source), meanings[i], read)
 
 
 def read_softmax_predictions(source: str, split: str | None = None) -> Rows:

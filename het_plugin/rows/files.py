@@ -17,6 +17,8 @@ Files made elsewhere need features or predictions, and labels. They may use othe
 precision); logits are normalised. With link = 'sigmoid', each class is on with its own probability.
 Features in a .npy file have their labels in a second file. In a .parquet file arrays are columns:
 of numbers, or of lists of equally many for the rows of [N, D]. Labels may be lists of any lengths.
+Labels may be names of classes, '' for none. Their numbers are those of `class_name`, or else of the
+sorted names, as scikit-learn numbers them.
 """
 
 import contextlib
@@ -217,6 +219,8 @@ def reading(path: str) -> Generator[None]:
     raise ValueError(f'file {path} does not exist') from error
   except Exception as error:  # a damaged file makes zipfile, numpy, json ... raise many types
     message = ' '.join(str(error).split()) or type(error).__name__
+    if 'allow_pickle' in message:
+      message = 'it has an array of objects, which is not read: names.astype(str) makes text of it'
     raise ValueError(message if path in message else f'{path}: {message}') from error
 
 
@@ -303,9 +307,8 @@ def _as_rows(name: str, column: Any, start: int) -> np.ndarray:
     row = start + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
     raise ValueError(f'{name} has no value in row {row}')
   if not hasattr(column, 'flatten') or not hasattr(column.type, 'value_type'):
-    found = column.to_numpy(zero_copy_only=False)
-    return found.astype(str) if found.dtype.kind == 'O' else found
-  values = column.flatten().to_numpy(zero_copy_only=False)
+    return _values(column)
+  values = _values(column.flatten())
   if hasattr(column.type, 'list_size'):
     return values.reshape(len(column), column.type.list_size)
   lengths = column.value_lengths().to_numpy()
@@ -316,14 +319,20 @@ def _as_rows(name: str, column: Any, start: int) -> np.ndarray:
     raise ValueError(
       f'{name} has {lengths[row]} values in row {start + row} and {lengths[0]} in row {start}'
     )
-  found = np.full((len(column), width), _padding(name), values.dtype)
+  found = np.full((len(column), width), _padding(name, values), values.dtype)
   found[np.arange(width) < lengths[:, None]] = values
   return found
 
 
-def _padding(name: str) -> int:
+def _values(column: Any) -> np.ndarray:
+  """A batch as an array [n]; text as objects, of which equal ones are one."""
+  is_text = str(column.type) in ('string', 'large_string', 'string_view')
+  return (column.dictionary_encode() if is_text else column).to_numpy(zero_copy_only=False)
+
+
+def _padding(name: str, values: np.ndarray) -> int | str:
   """What stands for no label."""
-  return 0 if name == 'label_weight' else -1
+  return '' if values.dtype.kind == 'O' else 0 if name == 'label_weight' else -1
 
 
 def _stacked(name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -332,7 +341,7 @@ def _stacked(name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([*parts]) if parts else np.zeros(0)
   more = [max(part.shape[1] for part in parts) - part.shape[1] for part in parts]
   wide = (
-    np.pad(part, ((0, 0), (0, x)), constant_values=_padding(name))
+    np.pad(part, ((0, 0), (0, x)), constant_values=_padding(name, part))
     for part, x in zip(parts, more, strict=True)
   )
   return np.concatenate([*wide])
@@ -468,8 +477,17 @@ def _parse(
   if wrong := [name for name, x in columns.items() if len(x) != num_examples]:
     raise ValueError(f'{wrong[0]} has {len(columns[wrong[0]])} rows and {column} {num_examples}')
   index = _example_ids(arrays.get('index'), num_examples, first_id)
-  labels = labels_lib.label_rows(one_of(arrays, LABEL_NAMES)[1], num_examples)
+  _, given = one_of(arrays, LABEL_NAMES)
   names = about['class_names']
+  by_name = given.dtype.kind in 'USO' and names is None
+  if by_name and 'log_prob' in columns:
+    raise ValueError(
+      'the labels are names, and no array class_name [K] says which class each column of the '
+      'predictions is'
+    )
+  if given.dtype.kind in 'USO':
+    given, names = labels_lib.number_names(given, names)
+  labels = labels_lib.label_rows(given, num_examples)
   rows = Rows(
     columns,
     labels,
@@ -478,6 +496,7 @@ def _parse(
     annotator=_beside(arrays, 'annotator', labels.shape, 'iu'),
     link=link,
     class_names=None if names is None else tuple(names),
+    by_name=by_name,
     provenance=about['provenance'],
   )
   _check(rows)

@@ -1,8 +1,54 @@
 """Checks of the labels of examples: class numbers [N, L], padded with -1, and their weights."""
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 _SUM_TOLERANCE = 1e-3
+_BLOCK = 2**16  # names that are looked at together
+
+
+def number_names(
+  labels: np.ndarray, names: Sequence[str] | None = None
+) -> tuple[np.ndarray, tuple[str, ...]]:
+  """Labels that are names of classes as numbers of the classes, int32 [N, ...], -1 for ''.
+
+      >>> number_names(np.array(['dog', 'cat', 'dog']))
+      (array([1, 0, 1], dtype=int32), ('cat', 'dog'))
+
+  Args:
+    labels: strings, or objects that are.
+    names: those of the classes; None takes the sorted names in the labels, as scikit-learn does.
+
+  Raises:
+    ValueError: a label is no text, or none of the names.
+  """
+  flat = labels.reshape(-1)
+
+  def blocks() -> Iterator[list[str]]:
+    for start in range(0, len(flat), _BLOCK):
+      block = flat[start : start + _BLOCK].tolist()
+      yield [x.decode() if isinstance(x, bytes) else x for x in block]
+
+  distinct = set()
+  for block in blocks():
+    distinct.update(block)
+  if others := [x for x in distinct if not isinstance(x, str)]:
+    raise ValueError(f'labels are names, but one is {others[0]!r}')
+  if '' in distinct and len(flat) == len(labels):  # one label each
+    place = next(i for i, x in enumerate(flat.tolist()) if not x)
+    raise ValueError(f'example {place} has no label: its name is empty')
+  distinct.discard('')
+  names = tuple(sorted(distinct) if names is None else names)
+  number = {name: k for k, name in enumerate(names)} | {'': -1}
+  if unknown := distinct - number.keys():
+    raise ValueError(
+      f'the label {min(unknown)!r} is none of the {len(names)} classes {", ".join(names[:3])}, ...'
+    )
+  found = np.empty(len(flat), np.int32)
+  for i, block in enumerate(blocks()):
+    found[i * _BLOCK : (i + 1) * _BLOCK] = [number[name] for name in block]
+  return found.reshape(labels.shape), names
 
 
 def label_rows(labels: np.ndarray, num_examples: int) -> np.ndarray:

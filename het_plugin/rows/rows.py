@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from het_plugin.measures import votes
+from het_plugin.rows import labels as labels_lib
 
 _FEATURES = 'features'
 _SHUFFLE_SEED = 0x2F101FE2  # of the first epoch of `data.one_pass`
@@ -38,6 +39,7 @@ class Rows:
     annotator: int32 [N, L], who gave each vote, -1 for none; None if it is not known.
     link: 'softmax' or 'sigmoid', of log_prob.
     class_names: names of the K classes; None if they are not known.
+    by_name: whether the labels were names, from which `class_names` and the numbers were made.
     provenance: origin of the rows as JSON values: checkpoint, task, split, layer, ...
   """
 
@@ -48,6 +50,7 @@ class Rows:
   annotator: np.ndarray | None = None
   link: str = 'softmax'
   class_names: tuple[str, ...] | None = None
+  by_name: bool = False
   provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __len__(self) -> int:
@@ -157,7 +160,17 @@ class Rows:
     """What rows of one model must have in common; None for what they do not say."""
     of_model = {name: self.provenance.get(name) for name in ('checkpoint', 'layer')}
     dim = self.features.shape[1] if 'features' in self.columns else None
-    return {'D': dim, **of_model, 'classes': self.class_names}
+    return {'D': dim, **of_model, 'by_name': self.by_name, 'classes': self.class_names}
+
+  def named(self, names: Sequence[str]) -> 'Rows':
+    """These rows, whose labels are names, with the numbers of the names of other classes.
+
+    Raises:
+      ValueError: a label is none of these.
+    """
+    own = np.array([*(self.class_names or ()), ''], object)
+    labels, names = labels_lib.number_names(own[self.labels], names)
+    return dataclasses.replace(self, labels=labels, class_names=names)
 
   def take(self, which: slice | np.ndarray) -> 'Rows':
     """Some of the examples."""
@@ -254,25 +267,44 @@ def layer_of(column: str) -> str:
   return urllib.parse.unquote(layer) or 'pre_logits'
 
 
-def check_pair(sources: Sequence[str], meanings: Sequence[Mapping[str, Any]]) -> None:
-  """Raises ValueError if columns or labels mean something else in the second of two sources.
+def paired(sources: Sequence[str], first: Mapping[str, Any], other: Rows) -> Rows:
+  """Rows of the second of two sources, whose labels get the numbers of the first where they are
+  names.
 
-  `meanings` are `Rows.meaning` of both. What one of the two does not say is not compared.
+  Args:
+    sources: the two, as errors name them.
+    first: `Rows.meaning` of the first. What one of the two does not say is not compared.
+    other: the rows of the second.
+
+  Raises:
+    ValueError: columns or labels mean something else in the second.
   """
-  first, other = sources
-  ours_of, theirs_of = meanings
-  for name, ours in ours_of.items():
-    theirs = theirs_of[name]
-    if ours is None or theirs is None or ours == theirs:
-      continue
-    if name != 'classes':
-      raise ValueError(
-        f'{other} has {name} {theirs} and {first} {name} {ours}: both must be of the same model '
-        'and layer'
-      )
-    both = enumerate(itertools.zip_longest(ours, theirs))
-    label, (ours, theirs) = next((k, names) for k, names in both if names[0] != names[1])
+  theirs_of = other.meaning
+  classes = first['classes']
+  if first['by_name'] != other.by_name and None in (classes, other.class_names):
+    by_name, numbered = sources if first['by_name'] else sources[::-1]
     raise ValueError(
-      f'label {label} is {theirs!r} in {other} and {ours!r} in {first}: both must have the same '
-      'classes in the same order'
+      f'the labels of {by_name} are names, and those of {numbered} numbers without names: write '
+      'both as names, or both as numbers'
     )
+  for name in ('D', 'checkpoint', 'layer'):
+    ours = first[name]
+    theirs = theirs_of[name]
+    if None not in (ours, theirs) and ours != theirs:
+      raise ValueError(
+        f'{sources[1]} has {name} {theirs} and {sources[0]} {name} {ours}: both must be of the '
+        'same model and layer'
+      )
+  if classes in (None, other.class_names) or other.class_names is None:
+    return other
+  if other.by_name:
+    try:
+      return other.named(classes)
+    except ValueError as error:
+      raise ValueError(f'{sources[1]}: {error} of {sources[0]}') from error
+  both = enumerate(itertools.zip_longest(classes, other.class_names))
+  label, (ours, theirs) = next((k, names) for k, names in both if names[0] != names[1])
+  raise ValueError(
+    f'label {label} is {theirs!r} in {sources[1]} and {ours!r} in {sources[0]}: both must have the '
+    'same classes in the same order'
+  )

@@ -9,7 +9,8 @@ import pytest
 from sklearn.datasets import load_digits
 
 from het_plugin import measures, rows, runs
-from het_plugin.commands import fewshot
+from het_plugin.commands import fewshot, select
+from het_plugin.estimators import DetClassifier
 from het_plugin.evaluation.fewshot import FewShotDataset, check
 from het_plugin.measures import few_shot
 
@@ -77,6 +78,28 @@ def test_files(files, run_main, tmp_path):
   text = page.read_text()
   assert '<th scope="col">run</th>' in text and 'Paired differences' in text
   assert 'data:image/png' in text and 'het_plugin.fewshot' in text
+
+
+def test_labels_of_files_may_be_names(files, run_main, tmp_path):
+  """A test file lacks classes; names are sorted, so that their numbers are those of the digits."""
+  for i, path in enumerate(files['clean']):
+    loaded = np.load(path)
+    some = loaded['y'] >= 3 * i
+    y = loaded['y'][some]
+    np.savez(tmp_path / f'numbers_{i}.npz', x=loaded['x'][some], y=y)
+    np.savez(
+      tmp_path / f'names_{i}.npz', x=loaded['x'][some], y=np.char.add('digit ', y.astype(str))
+    )
+  for command, flags in ((fewshot, ['--shots=5']), (select, ['rank', '--k=3', '--shots=5'])):
+    found = []
+    for kind in ('numbers', 'names'):
+      pair = [f'--{x}={tmp_path}/{kind}_{i}.npz' for i, x in enumerate(('train', 'test'))]
+      run_main(command, *flags, *pair, '--names=a', f'--json={tmp_path}/out.json')
+      found.append(json.loads((tmp_path / 'out.json').read_text())['rows'])
+    assert found[0] == found[1]
+  estimator = DetClassifier(max_iter=2).fit(f'{tmp_path}/names_0.npz')
+  assert list(estimator.classes_) == [f'digit {k}' for k in range(10)]
+  assert 0.5 < estimator.score(f'{tmp_path}/names_1.npz', None) <= 1
 
 
 def test_data_sets_of_a_run_and_settings_of_a_method(files, run_main, tmp_path):

@@ -245,6 +245,15 @@ def test_marked_classes_are_no_class_numbers(few):
   assert probe.targets_of(probe.read((x, y), '')[0], 'votes')[1].tolist() == [0, 1]
 
 
+def test_labels_may_be_names(few, tmp_path):
+  (expected,) = probe.probe(*few, settings()).json
+  paths = [str(tmp_path / Path(path).name) for path in few]
+  for path, numbered in zip(paths, map(np.load, few), strict=True):
+    np.savez(path, features=numbered['features'], label=np.array([*'abcd'])[numbered['label']])
+  (row,) = probe.probe(*paths, settings()).json
+  assert row | {'seconds': 0} == expected | {'seconds': 0}
+
+
 def test_labels_beyond_int32_are_an_error(few):
   x = np.load(few[0])['features']
   with pytest.raises(ValueError, match=str(2**32 + 2)):

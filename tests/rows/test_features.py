@@ -11,7 +11,7 @@ import safetensors.numpy
 from pyarrow import parquet
 
 from het_plugin import rows
-from het_plugin.rows import Rows, files
+from het_plugin.rows import Rows, files, labels
 from het_plugin.runs import sources
 
 
@@ -91,7 +91,11 @@ def test_npy_with_labels_and_splits_in_one_file(tmp_path):
   'arrays,message',
   [
     (dict(features=np.ones((3, 2)), label=np.zeros(4, int)), r'labels are int64 \[4\].*N = 3'),
-    (dict(features=np.ones((1, 2)), label=np.array(['a'])), r'; numpy\.unique\(names, '),
+    (dict(features=np.ones((2, 2)), label=np.array(['a', ''])), 'example 1 has no label: its name'),
+    (
+      dict(features=np.ones((2, 2)), label=np.array(['a', 'c']), class_name=np.array(['a', 'b'])),
+      "the label 'c' is none of the 2 classes a, b",
+    ),
     (dict(features=np.ones((3, 2))), 'exactly one of the arrays label, labels'),
     (
       dict(features=np.ones((2, 2)), label=np.array([0, 2]), class_name=np.array(['a', 'b'])),
@@ -254,8 +258,73 @@ def test_columns_of_parquet_are_rows(tmp_path, kind, monkeypatch):
   assert isinstance(found.features, np.memmap) and len(found) == 20
   votes = [[k % 4] * (1 + k % 3) for k in range(20)]
   path = write_parquet(tmp_path / 'b.parquet', features=list(x.astype(float)), labels=votes)
-  labels = rows.read(path).labels
-  assert labels.shape == (20, 3) and [y[y >= 0].tolist() for y in labels] == votes
+  found = rows.read(path).labels
+  assert found.shape == (20, 3) and [y[y >= 0].tolist() for y in found] == votes
+
+
+NAMES = np.array(['dog', 'ant', 'dog', 'cät', 'ant', 'dog'])  # the numbers 2 0 2 1 0 2
+
+
+@pytest.mark.parametrize('kind', ['npz', 'bytes', 'npy', 'text', 'dictionary', 'lists'])
+def test_names_are_labels(tmp_path, kind, monkeypatch):
+  monkeypatch.setattr(files, '_PARQUET_ROWS', 4)
+  monkeypatch.setattr(labels, '_BLOCK', 4)
+  x = make().features
+  path = str(tmp_path / 'a.npz')
+  if kind == 'npy':
+    np.save(tmp_path / 'x.npy', x)
+    np.save(tmp_path / 'y.npy', NAMES)
+    path = f'{tmp_path}/x.npy,{tmp_path}/y.npy'
+  elif kind in ('npz', 'bytes'):
+    np.savez(path, x=x, y=NAMES if kind == 'npz' else np.char.encode(NAMES, 'utf-8'))
+  else:
+    y = pa.array(NAMES)
+    y = {'text': y, 'dictionary': y.dictionary_encode()}.get(kind, [[name] for name in NAMES])
+    path = write_parquet(tmp_path / 'a.parquet', x=list(x), y=y)
+  found = rows.read(path)
+  assert found.by_name and found.class_names == ('ant', 'cät', 'dog')
+  assert found.label.tolist() == [2, 0, 2, 1, 0, 2]
+
+
+def test_names_have_the_numbers_of_the_classes_that_a_file_states(tmp_path):
+  x = make().features
+  votes = [['b'], ['a', 'c'], ['c', 'c', 'a']]
+  read = rows.read(write_parquet(tmp_path / 'a.parquet', x=list(x[:3]), y=votes))
+  assert read.labels.tolist() == [[1, -1, -1], [0, 2, -1], [2, 2, 0]]
+  np.savez(tmp_path / 'b.npz', logits=x[:2, :2], y=['b', 'a'], class_name=['b', 'a'])
+  read = rows.read(f'{tmp_path}/b.npz', 'log_prob')
+  assert read.label.tolist() == [0, 1] and not read.by_name
+  np.savez(tmp_path / 'b.npz', logits=x[:2, :2], y=['b', 'a'])
+  with pytest.raises(ValueError, match=r'labels are names, and no array class_name \[K\]'):
+    rows.read(f'{tmp_path}/b.npz', 'log_prob')
+  for i, some in enumerate((slice(2), slice(3, 6))):
+    np.savez(tmp_path / f's-{i}.npz', x=x[some], y=NAMES[some])
+  read = rows.read(f'{tmp_path}/s-*.npz')  # with other classes in each
+  assert read.class_names == ('ant', 'cät', 'dog') and read.label.tolist() == [2, 0, 1, 0, 2]
+  np.savez(tmp_path / 'o.npz', x=x, y=NAMES.astype(object))
+  with pytest.raises(ValueError, match=r'array of objects, which is not read: names.astype\(str\)'):
+    rows.read(f'{tmp_path}/o.npz')
+
+
+def test_names_of_a_test_file_have_the_numbers_of_the_training(tmp_path):
+  x = make().features
+  train = make(class_names=('ant', 'cät', 'dog'), by_name=True)
+  test = Rows({'features': x[:2]}, np.array([[0], [1]]), np.arange(2), class_names=('cät', 'dog'))
+  test = dataclasses.replace(test, by_name=True)
+  paired = rows.paired(('a', 'b'), train.meaning, test)
+  assert paired.label.tolist() == [1, 2] and paired.class_names == train.class_names
+  stated = dataclasses.replace(train, class_names=('dog', 'cät', 'ant'), by_name=False)
+  assert rows.paired(('a', 'b'), stated.meaning, test).label.tolist() == [1, 0]
+  unknown = dataclasses.replace(test, class_names=('cät', 'elk'))
+  with pytest.raises(ValueError, match="b: the label 'elk' is none of the 3 .* of a"):
+    rows.paired(('a', 'b'), train.meaning, unknown)
+  for pair in ((train, make()), (make(), train)):
+    with pytest.raises(ValueError, match='are names, and those of . numbers without names'):
+      rows.paired(('a', 'b'), pair[0].meaning, pair[1])
+  with pytest.raises(ValueError, match="label 0 is 'ant' in b and 'dog' in a"):
+    rows.paired(
+      ('a', 'b'), stated.meaning, dataclasses.replace(stated, class_names=train.class_names)
+    )
 
 
 @pytest.mark.parametrize(
