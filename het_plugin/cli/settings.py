@@ -48,14 +48,14 @@ class CommandSettings:
   """What every command is told.
 
   Attributes:
-    given: names of the flags on the command line.
+    given: the flags on the command line by name, lists as they are typed.
     words: what else is there.
   """
 
   aliases: ClassVar[Mapping[str, str]] = {}  # further names of flags
   takes_words: ClassVar[bool] = False
 
-  given: frozenset[str] = dataclasses.field(default=frozenset(), metadata=NO_FLAG)
+  given: Mapping[str, str] = dataclasses.field(default_factory=dict, metadata=NO_FLAG)
   words: tuple[str, ...] = dataclasses.field(default=(), metadata=NO_FLAG)
 
   @classmethod
@@ -83,14 +83,16 @@ class CommandSettings:
     """
     hints = typing.get_type_hints(cls, include_extras=True)
     values = {}
-    given = set()
+    given = {}
     for field in cls._flags():
       flag = flags.FLAGS[field.name]
       kind = _Kind.of(hints[field.name])
       values[field.name] = kind.value(field.name, flag.value)
       if flag.present:
-        given.add(field.name)
-    settings = cls(**values, given=frozenset(given), words=tuple(words))
+        given[field.name] = (
+          ','.join(map(str, flag.value or ())) if kind.is_list else str(flag.value)
+        )
+    settings = cls(**values, given=given, words=tuple(words))
     ranges.check_flags(settings)
     return settings
 

@@ -264,7 +264,7 @@ def run(settings: Settings) -> reporting.Report:
       'commands of their own'
     )
   (measure,) = words
-  for flag in sorted(settings.given.difference(_READ[measure])):
+  for flag in sorted({*settings.given}.difference(_READ[measure])):
     if readers := ', '.join(name for name, flags in _READ.items() if flag in flags):
       raise ValueError(f'--{flag} has no effect on {measure}: {readers} read it')
   settings.refuse(['gin_file', 'gin_bindings'], f'{measure}, which reads files only')

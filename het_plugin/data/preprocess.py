@@ -245,32 +245,35 @@ class ResizeAndCrop:
     return sheet
 
 
-def check_images(resize: Any, backbone: Any, reader: str) -> None:
-  """Raises ValueError if the backbone of `reader` takes other images than `resize` makes.
+def check_images(resize: Any, model: Any, reader: str) -> None:
+  """Raises ValueError if the backbone of the model of `reader` takes other images than `resize`
+  makes.
 
   `resize` is as in DatasetConfig. Only `ResizeAndCrop(mode='patches')` makes sheets, and only a
   backbone with `naflex` takes them.
   """
   kinds = 'squares', 'pictures of any aspect (NaFlex)'
   makes = isinstance(resize, ResizeAndCrop) and resize.mode == 'patches'
+  backbone = getattr(model, 'backbone', None)  # other hosts' models have none
   takes = bool(getattr(backbone, 'naflex', None))
   if makes != takes:
     wanted = "resize must be ResizeAndCrop(mode='patches')" if takes else 'take another mode'
     raise ValueError(
       f'resize={resize!r} makes {kinds[makes]}, and {reader} takes {kinds[takes]}: {wanted}'
     )
-  if takes and resize.patch_size != backbone.patch_size:
+  if backbone and takes and resize.patch_size != backbone.patch_size:
     raise ValueError(
       f'ResizeAndCrop.patch_size={resize.patch_size} must be {backbone.patch_size}, as in {reader}'
     )
 
 
-def check_sheets(image: np.ndarray, backbone: Any, reader: str) -> None:
-  """Raises ValueError if the backbone of `reader` takes sheets, and an image is none.
+def check_sheets(image: np.ndarray, model: Any, reader: str) -> None:
+  """Raises ValueError if the backbone of the model of `reader` takes sheets, and an image is none.
 
   `image` is float32 [B, H, W, C] in [-1, 1].
   """
-  if not getattr(backbone, 'naflex', None):
+  backbone = getattr(model, 'backbone', None)
+  if backbone is None or not getattr(backbone, 'naflex', None):
     return
   num_patches = (image.shape[1] // backbone.patch_size - 1) ** 2
   levels = np.rint((np.asarray(image[:, -1, -4:, 0], np.float64) + 1) * 127.5)  # [B, 4]

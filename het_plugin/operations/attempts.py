@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from etils import epath
 
@@ -25,10 +25,8 @@ _Text = Annotated[str, 'text']
 _Seconds = Annotated[float, '[0, 8589934592)']  # up to a date that Python can write
 
 # The states of a process. The file of a killed process still says that it is running.
-RUNNING = 'running'
-DONE = 'done'
-PREEMPTED = 'preempted'
-FAILED = 'failed'
+State = Literal['running', 'done', 'preempted', 'failed']
+RUNNING, DONE, PREEMPTED, FAILED = get_args(State)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Facts:
   start_step: _Number | None = None
   step: _Number = 0
   saved_step: _Number | None = None
-  state: Literal['running', 'done', 'preempted', 'failed'] = 'running'
+  state: State = RUNNING
   message: _Text = ''
   exit_code: _Number | None = None
 

@@ -189,7 +189,7 @@ class Configuration:
     partitioner = self.argument('partitioner')
     dataset = self.argument('train_dataset_cfg')
     lengths = dataset.task_feature_lengths
-    data.preprocess.check_images(self.resize, getattr(model, 'backbone', None), checkpoint.path)
+    data.preprocess.check_images(self.resize, model, checkpoint.path)
 
     def shapes_of(channels: int) -> dict[str, tuple[int, ...]]:
       made = jax.eval_shape(lambda: initial_variables(model, lengths, channels)['params'])

@@ -255,8 +255,7 @@ class Run:
     if settings.get('resize') is None:
       settings.pop('resize', None)
     settings = of_run | {'max_labels': max_labels} | settings
-    backbone = getattr(self.model, 'backbone', None)
-    data.preprocess.check_images(settings['resize'], backbone, self.checkpoint)
+    data.preprocess.check_images(settings['resize'], self.model, self.checkpoint)
     config = data.one_pass(task, split, bounded=max_examples is not None, **settings)
     rows = None if whole else self.partitioner.batch_rows(config.batch_size)
     with contextlib.closing(data.get_dataset(config, rows)) as batches:
@@ -266,8 +265,7 @@ class Run:
       yield batches, min(sizes)
 
   def _of_batch(self, key, compute, batch):
-    backbone = getattr(self.model, 'backbone', None)
-    data.preprocess.check_sheets(batch['image'], backbone, self.checkpoint)
+    data.preprocess.check_sheets(batch['image'], self.model, self.checkpoint)
     size = len(batch['image'])
     padding = -size % self.partitioner.data_shards  # a mesh takes whole numbers of rows per device
     unlabelled = np.full((size, self.max_labels), -1, np.int32)

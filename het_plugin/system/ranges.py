@@ -66,6 +66,8 @@ def check_flags(settings: Any) -> None:
       continue
     values = value if isinstance(value, (list, tuple, range)) else [value]
     shown = ','.join(str(x).removesuffix('.0') if isinstance(x, float) else str(x) for x in values)
+    if values is value:
+      shown = getattr(settings, 'given', {}).get(name, shown)
     must = 'must be'
     if expected.startswith(_EACH) and expected.count('a list') == 1:  # not one of several lists
       expected = expected.removeprefix(_EACH)
@@ -149,11 +151,12 @@ def mismatch(value: Any, hint: Any, is_open: Callable[[Any], bool] = lambda _: F
     if not isinstance(value, (list, tuple, range)):
       return f'{_A_LIST}(..., ...)'
     is_fixed = origin is tuple and arguments[-1] is not ...
+    parts = {mismatch(object(), argument) for argument in arguments} if is_fixed else set()
+    whole = f'a list of {len(arguments)}' + (f' (each {parts.pop()})' if len(parts) == 1 else '')
     if is_fixed and len(value) != len(arguments):
-      parts = {mismatch(object(), argument) for argument in arguments}
-      return f'a list of {len(arguments)}' + (f' (each {parts.pop()})' if len(parts) == 1 else '')
+      return whole
     expected = first(zip(value, arguments if is_fixed else arguments[:1] * len(value), strict=True))
-    return expected and f'{_EACH}{expected}'
+    return expected and (whole if '(' in whole else f'{_EACH}{expected}')
   if origin in (dict, Mapping):
     if not isinstance(value, dict):
       return 'a dict: {...}'

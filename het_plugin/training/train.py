@@ -323,7 +323,7 @@ def _check_datasets(
   infos = []
   for cfg in cfgs:
     if hasattr(cfg, 'resize'):
-      data.preprocess.check_images(cfg.resize, getattr(model, 'backbone', None), 'the model')
+      data.preprocess.check_images(cfg.resize, model, 'the model')
     if hasattr(model, 'validate'):
       # The number of token ids of captions depends on the vocabulary.
       vocabulary = getattr(cfg, 'vocabulary', None)

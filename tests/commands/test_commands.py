@@ -81,7 +81,17 @@ def test_fields_of_settings_are_flags(parsed_flags):
   with parsed_flags(OfEachKind, *given) as words:
     found = OfEachKind.parsed(words[1:])
   assert dataclasses.asdict(found) == {
-    'given': {*dataclasses.asdict(found)} - {'given', 'words'},
+    'given': {
+      'name': 'x',
+      'kind': 'b',
+      'top': '2',
+      'share': '1.0',
+      'strength': '3',
+      'deep': 'False',
+      'mesh': '2,1',
+      'shots': '3,all',
+      'files': 'a,b,c',
+    },
     'words': (),
     'name': 'x',
     'kind': 'b',
@@ -95,8 +105,15 @@ def test_fields_of_settings_are_flags(parsed_flags):
   }
   with pytest.raises(ValueError, match='--top has no effect on words'):
     found.refuse(['top'], 'words')
-  for wrong in ('--mesh=2', '--shots=0', '--strength=-1', '--strength=none', '--top=0'):
-    with parsed_flags(OfEachKind, wrong), pytest.raises(ValueError, match=f'{wrong}.* must be'):
+  for wrong, must in (
+    ('--mesh=2', 'be a list of 2'),
+    ('--mesh=0,2', 'be a list of 2'),
+    ('--shots=0,05', 'each be at least 1'),  # as it is typed
+    ('--strength=-1', 'be'),
+    ('--strength=none', 'be'),
+    ('--top=0', 'be'),
+  ):
+    with parsed_flags(OfEachKind, wrong), pytest.raises(ValueError, match=f'{wrong} must {must}'):
       OfEachKind.parsed()
   for wrong in ('--kind=c', '--share=x'):
     with pytest.raises(flags.IllegalFlagValueError), parsed_flags(OfEachKind, wrong):

@@ -350,7 +350,7 @@ def test_rows_of_files_are_read_in_parts_and_in_any_order(files, tmp_path, proto
   train, tests = ((str(tmp_path / f'{half}-*.safetensors'),) for half in halves)
   l2 = 1.0 if protocol == 'uncertainty_baselines' else None
   chosen = fewshot.Settings(
-    train=train, test=tests, protocol=protocol, l2=l2, shots=(2,), given=frozenset({'shots'})
+    train=train, test=tests, protocol=protocol, l2=l2, shots=(2,), given={'shots': '2'}
   )
   (found,) = fewshot.run(chosen).json['rows']
   assert max(counts) <= 128
