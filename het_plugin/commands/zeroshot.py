@@ -23,6 +23,7 @@ from het_plugin import evaluation, reporting, runs
 from het_plugin.cli.settings import Batches, Gin, JsonFile, Repeated
 from het_plugin.evaluation.names import check_names, choose_names, named_task, naming, short_names
 from het_plugin.measures import comparison
+from het_plugin.measures.zeroshot import RECALL_AT, WAYS
 from het_plugin.system.ranges import Count
 
 _OF_DATASETS = (
@@ -184,7 +185,7 @@ def make_report(rows: Sequence[Mapping[str, Any]]) -> reporting.Report:
   """Tables of rows, and of groups of seeds."""
   groups = compare_groups(rows)
   tables = []
-  ways = itertools.product(evaluation.zeroshot.WAYS, evaluation.zeroshot.RECALL_AT)
+  ways = itertools.product(WAYS, RECALL_AT)
   shown = {
     'Zero-shot classification': ('top1', 'top5'),
     'Retrieval: recall at k': tuple(f'{way}/recall{k}' for way, k in ways),

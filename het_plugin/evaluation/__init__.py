@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     examples,
     fewshot,
     uncertainty_report,
-    zeroshot,
     zeroshot_datasets,
   )
   from het_plugin.evaluation.uncertainty_report import Evaluation

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -12,8 +13,9 @@ from jax import numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from het_plugin.data import DatasetConfig, TaskInfo, classification_info, task_info
-from het_plugin.evaluation import prompts, zeroshot
-from het_plugin.rows import of_batch, ordered
+from het_plugin.evaluation import prompts
+from het_plugin.measures import votes, zeroshot
+from het_plugin.rows import Rows, of_batch, ordered
 from het_plugin.runs.per_example import Columns, PerExample
 from het_plugin.runs.run import Run
 
@@ -152,40 +154,40 @@ class ZeroShotEvaluator:
     info = classification_info(dataset.task)
     multi_label = info.multi_label and not info.annotators
 
-    def hits_of(given: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def scores_of(given: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
       params = given['params']
       classes = given['classes']  # [K, D]
       if num_samples:
-        scores = model.class_log_prob(params, batch, classes, num_samples).astype(jnp.float32)
-      else:
-        scores = zeroshot.similarity(model.image_embeddings(params, batch), classes)
-      label = batch['label']
+        return {'scores': model.class_log_prob(params, batch, classes, num_samples)}
+      return {'scores': similarity(model.image_embeddings(params, batch), classes)}
+
+    def hits(columns: Columns) -> np.ndarray:
+      scores = columns['scores'].astype(np.float32)  # [n, K]
       if multi_label:
-        right = (label[:, :, None] == jnp.arange(classes.shape[0])).any(axis=1)  # [B, K]
-        hits = zeroshot.hit_rates(scores, right, _TOP)
-      else:  # several labels are votes or shares of them
-        hits = zeroshot.class_hit_rates(scores, label, batch.get('label_weight'), _TOP)
-      return {'hits': hits, 'labelled': (label >= 0).any(axis=1)}
+        right = votes.indicator(columns['label'], len(names))
+        return zeroshot.hit_rates(scores, right, _TOP)
+      # Several labels are votes or shares of them.
+      weight = columns.get('label_weight')
+      return zeroshot.class_hit_rates(scores, columns['label'], weight, _TOP)
 
     names = _class_names(dataset)
     templates = prompts.get_templates(dataset.templates)
-    embeddings, alike = zeroshot.class_embeddings(
-      lambda tokens: self._embed(run, tokens), self._tokenizer, names, templates
-    )
+    tokens = (self._tokenizer(prompts.fill(x, names)) for x in templates)
+    embeddings, alike = zeroshot.class_embeddings(functools.partial(self._embed, run), tokens)
     replicated = NamedSharding(run.partitioner.mesh, PartitionSpec())
     classes = jax.make_array_from_callback(embeddings.shape, replicated, lambda i: embeddings[i])
     specs = {'params': run.param_specs, 'classes': PartitionSpec()}
-    compute = run.per_example(('zeroshot.hits', num_samples, multi_label), hits_of, specs)
+    compute = run.per_example(('zeroshot.scores', num_samples), scores_of, specs)
     given = {'params': run.params, 'classes': classes}
-    rows = self._read(run, compute, given, dataset, on_rows)
-    missing = len(rows['labelled']) - int(rows['labelled'].sum())
+    rows = self._read(run, compute, given, dataset, on_rows, hits)
+    missing = int((rows.labels < 0).all(axis=1).sum())
     if missing and not multi_label:  # the test split of ImageNet, for example
       raise ValueError(
-        f'{missing} of the {len(rows["labelled"])} examples of {dataset.task} have no label in the '
-        f'split {dataset.split!r}: choose another split'
+        f'{missing} of the {len(rows)} examples of {dataset.task} have no label in the split '
+        f'{dataset.split!r}: choose another split'
       )
     found = zeroshot.mean_hits(rows['hits'], _TOP)
-    return zeroshot.Accuracy(found[1], found[5], len(rows['hits']), len(names), alike)
+    return zeroshot.Accuracy(found[1], found[5], len(rows), len(names), alike)
 
   def _retrieve(
     self, run: Run, dataset: ZeroShotDataset, on_rows: Callable[[int], None]
@@ -216,17 +218,21 @@ class ZeroShotEvaluator:
     params: Any,
     dataset: ZeroShotDataset,
     on_rows: Callable[[int], None],
-  ) -> Columns:
-    """The columns of all examples, in the order of their ids."""
+    hits: Callable[[Columns], np.ndarray] | None = None,
+  ) -> Rows:
+    """The columns of all examples, in the order of their ids; `hits` of scores in place of them."""
     parts = []
     with self._open(run, dataset) as (batches, _):
       if has_captions(dataset):
         batches = ({**batch, 'digest': digests(batch['image'])} for batch in batches)
       for found in compute(params, batches, self._batch_size, dataset.max_examples):
+        if hits:
+          found['hits'] = hits(found)
+          del found['scores']
         unlabelled = np.full((len(found['index']), 1), -1, np.int32)
         parts.append(of_batch({'label': unlabelled, **found}))
         on_rows(len(found['index']))
-    return dict(ordered(parts).columns)
+    return ordered(parts)
 
   def _embed(self, run: Run, tokens: np.ndarray) -> np.ndarray:
     """float32 [N, D] of token ids int32 [N, L]."""
@@ -272,6 +278,16 @@ def check_model(model: Any, num_samples: int = 0) -> None:
     raise ValueError(
       f'{type(model).__name__} has no {missing[0]}: zero-shot evaluation needs a contrastive model'
     )
+
+
+def similarity(queries: jax.Array, candidates: jax.Array) -> jax.Array:
+  """Dot products of rows in full float32 precision, [N, M], on accelerators too."""
+  return jnp.einsum(
+    'nd,md->nm',
+    queries.astype(jnp.float32),
+    candidates.astype(jnp.float32),
+    precision=jax.lax.Precision.HIGHEST,
+  )
 
 
 def digests(images: np.ndarray) -> np.ndarray:

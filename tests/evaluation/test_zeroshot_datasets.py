@@ -5,16 +5,17 @@ import dataclasses
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from het_plugin.data import TaskInfo, get_dataset, one_pass, pipeline
 from het_plugin.evaluation import zeroshot_datasets
-from het_plugin.evaluation.zeroshot import retrieval_recall
 from het_plugin.evaluation.zeroshot_datasets import (
   ZeroShotDataset,
   ZeroShotEvaluator,
 )
+from het_plugin.measures.zeroshot import retrieval_recall
 from het_plugin.runs import Run
 from tests.evaluation import small_contrastive
 from tests.evaluation.batches import in_batches
@@ -174,3 +175,10 @@ def test_wrong_models_and_settings(fake_data):
   fake_data(types.SimpleNamespace(splits={'test': 1}), {})
   with pytest.raises(ValueError, match="num_samples=2 .*'x'"):
     evaluator.check(run, ZeroShotDataset('x', 'x'))
+
+
+def test_float32_products_are_not_lowered():
+  lowered = jax.jit(zeroshot_datasets.similarity).lower(
+    jnp.ones((2, 8), jnp.bfloat16), jnp.ones((3, 8))
+  )
+  assert 'HIGHEST' in lowered.as_text() and 'bf16' not in lowered.as_text().split('dot_general')[1]

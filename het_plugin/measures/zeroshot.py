@@ -12,14 +12,12 @@ NaN counts as wrong, and a wrong answer whose score is NaN comes first.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from het_plugin.evaluation import prompts
+from het_plugin.measures import votes
 
 if TYPE_CHECKING:
   from scipy import sparse
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 RECALL_AT = (1, 5, 10)
 WAYS = ('image_to_text', 'text_to_image')
 _BLOCK_ELEMENTS = 1 << 25  # scores held at once in float32: 128 MiB
-
-Tokenize = Callable[[Sequence[str]], np.ndarray]
 
 # N queries (images or captions), M or K candidates (captions, images or classes), D dimensions.
 
@@ -73,26 +69,23 @@ class Recall:
 
 
 def class_embeddings(
-  embed: Callable[[np.ndarray], np.ndarray],
-  tokenize: Tokenize,
-  names: Sequence[str],
-  templates: Sequence[str],
+  embed: Callable[[np.ndarray], np.ndarray], tokens: Iterable[np.ndarray]
 ) -> tuple[np.ndarray, int]:
   """Class embeddings, and the number of classes with the token ids of an earlier class.
 
-  An embedding is the normalised mean over templates of normalised embeddings, float32 [K, D];
-  `embed` maps token ids int32 [N, L] to embeddings float [N, D].
+  An embedding is the normalised mean over templates of normalised embeddings, float32 [K, D]. Of
+  each template there are the token ids int32 [K, L] of its texts, which `embed` maps to float
+  [N, D].
   """
   total = np.zeros(())
   texts = []
-  for template in templates:
-    tokens = tokenize(prompts.fill(template, names))
-    distinct, text = np.unique(tokens, axis=0, return_inverse=True)
+  for ids in tokens:
+    distinct, text = np.unique(ids, axis=0, return_inverse=True)
     text = text.reshape(-1)
     embedded = normalized(embed(distinct), 'text')[text]  # equal texts get equal bits
     total = total + embedded
     texts.append(text)
-  alike = len(names) - len(np.unique(np.stack(texts, axis=1), axis=0))
+  alike = len(total) - len(np.unique(np.stack(texts, axis=1), axis=0))
   return normalized(total, 'class').astype(np.float32), alike
 
 
@@ -109,23 +102,8 @@ def normalized(x: np.ndarray, what: str) -> np.ndarray:
   return x / length
 
 
-def majority_weights(label: jax.Array, label_weight: jax.Array | None = None) -> jax.Array:
-  """How surely each label is the one with the largest share, float32 [B, L].
-
-  As `votes.majority_shares`: of m classes with equally many votes each has 1 / m, at the first of
-  its places. Labels and weights [B, L] are as in `votes.shares`; a row without labels has zeros.
-  """
-  weight = jnp.ones(label.shape) if label_weight is None else label_weight
-  same = label[:, :, None] == label[:, None, :]  # [B, L, L]
-  total = jnp.where(same, weight[:, None, :], 0.0).sum(axis=2)
-  is_best = (label >= 0) & (total >= total.max(axis=1, keepdims=True) - 1e-6)
-  is_first = ~(same & jnp.tri(label.shape[1], k=-1, dtype=bool)).any(axis=2)
-  chosen = (is_best & is_first).astype(jnp.float32)
-  return chosen / jnp.maximum(chosen.sum(axis=1, keepdims=True), 1)
-
-
-def hit_rates(scores: jax.Array, right: jax.Array, ks: Sequence[int]) -> jax.Array:
-  """How surely a right candidate is among the first k, float32 [B, number of ks].
+def hit_rates(scores: np.ndarray, right: np.ndarray, ks: Sequence[int]) -> np.ndarray:
+  """How surely a right candidate is among the first k, float64 [B, number of ks].
 
   It is 0 or 1, but where candidates have equal scores: their order counts as random.
 
@@ -134,45 +112,40 @@ def hit_rates(scores: jax.Array, right: jax.Array, ks: Sequence[int]) -> jax.Arr
     right: bool [B, K]. The result is 0 if nothing is right or a right score is NaN.
     ks: numbers of candidates.
   """
-  # Comparisons instead of a sort, which would gather candidates that are sharded over the mesh.
-  own = jnp.where(right, scores, -jnp.inf).max(axis=1, keepdims=True)  # [B, 1]; NaN stays
+  own = np.where(right, scores, -np.inf).max(axis=1, keepdims=True)  # [B, 1]; NaN stays
   tied = scores == own
   before = (~(scores <= own)).sum(axis=1)
   num_tied = tied.sum(axis=1)
   num_wrong = (tied & ~right).sum(axis=1)
-  possible = right.any(axis=1) & ~jnp.isnan(own[:, 0])
+  possible = right.any(axis=1) & ~np.isnan(own[:, 0])
   found = []
   for k in ks:
     # Without a right one, each place that the tied ones get has one of their wrong ones.
-    miss = jnp.ones(len(scores))
+    miss = np.ones(len(scores))
     for i in range(k):
-      is_place = i < jnp.minimum(k - before, num_tied)
-      share = jnp.maximum(num_wrong - i, 0) / jnp.maximum(num_tied - i, 1)
-      miss = jnp.where(is_place, miss * share, miss)
-    found.append(jnp.where(possible, 1 - miss, 0.0))
-  return jnp.stack(found, axis=1)
+      is_place = i < np.minimum(k - before, num_tied)
+      share = np.maximum(num_wrong - i, 0) / np.maximum(num_tied - i, 1)
+      miss = np.where(is_place, miss * share, miss)
+    found.append(np.where(possible, 1 - miss, 0.0))
+  return np.stack(found, axis=1)
 
 
 def class_hit_rates(
-  scores: jax.Array, label: jax.Array, label_weight: jax.Array | None, ks: Sequence[int]
-) -> jax.Array:
-  """`hit_rates` [B, number of ks] of the class with the most votes, see `majority_weights`."""
-  classes = jnp.arange(scores.shape[1])
-  columns = zip(label.T, majority_weights(label, label_weight).T, strict=True)
-  first, *others = (
-    weight[:, None] * hit_rates(scores, one[:, None] == classes, ks) for one, weight in columns
-  )
-  return sum(others, first)
+  scores: np.ndarray, labels: np.ndarray, label_weight: np.ndarray | None, ks: Sequence[int]
+) -> np.ndarray:
+  """`hit_rates` [B, number of ks] of the class with the most votes, see `votes.majority_shares`.
 
-
-def similarity(queries: jax.Array, candidates: jax.Array) -> jax.Array:
-  """Dot products of rows in full float32 precision, [N, M], on accelerators too."""
-  return jnp.einsum(
-    'nd,md->nm',
-    queries.astype(jnp.float32),
-    candidates.astype(jnp.float32),
-    precision=jax.lax.Precision.HIGHEST,
-  )
+  Labels and weights [B, L] are as in `votes.shares`; a row without labels has zeros.
+  """
+  num_classes = scores.shape[1]
+  most = votes.majority_shares(votes.shares(labels, num_classes, label_weight))  # [B, K]
+  weight = np.where(labels >= 0, np.take_along_axis(most, np.maximum(labels, 0), axis=1), 0.0)
+  weight /= (labels[:, :, None] == labels[:, None, :]).sum(axis=2)  # a class is listed repeatedly
+  found = np.zeros((len(scores), len(ks)))
+  for label, share in zip(labels.T, weight.T, strict=True):
+    right = label[:, None] == np.arange(num_classes)
+    found += share[:, None] * hit_rates(scores, right, ks)
+  return found
 
 
 def embedding_hit_rates(
@@ -195,7 +168,7 @@ def embedding_hit_rates(
   for start in range(0, len(queries), block):
     rows = slice(start, start + block)
     scores = (queries[rows] @ distinct.T)[:, column]
-    found.append(np.asarray(hit_rates(scores, right[rows].toarray(), ks)))
+    found.append(hit_rates(scores, right[rows].toarray(), ks))
   return np.concatenate(found)
 
 
@@ -260,4 +233,4 @@ def retrieval_recall(
 
 def mean_hits(rates: np.ndarray, ks: Sequence[int]) -> dict[int, float]:
   """{k: the mean over the queries} of `hit_rates` [N, number of ks]."""
-  return dict(zip(ks, rates.mean(axis=0, dtype=np.float64).tolist(), strict=True))
+  return dict(zip(ks, rates.mean(axis=0).tolist(), strict=True))
