@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,9 +77,16 @@ class Settings(ReportFolder, OnTask):
   homoglyph_examples: Annotated[int, '[0, inf)'] = 512
 
   @functools.cached_property
-  def runs(self) -> frozenset[str]:
-    """Those of `checkpoint` that are no files of predictions."""
-    return frozenset(x for x in self.checkpoint if not files.is_file(x))
+  def sources(self) -> list[tuple[str, runs.sources.Source | None]]:
+    """--checkpoint and --predictions as typed, with their rows; None of a run to evaluate."""
+    typed = [('--checkpoint', x, files.is_file(x)) for x in self.checkpoint]
+    typed += [('--predictions', x, True) for x in self.predictions]
+    found = []
+    for flag, text, has_rows in typed:
+      with naming(f'{flag}={text}'):
+        of = runs.sources.open_source(text, self.gin, self.batch_size) if has_rows else None
+      found.append((f'{flag}={text}', of))
+    return found
 
   def __post_init__(self):
     if self.save_predictions and not self.output_dir:
@@ -88,20 +95,15 @@ class Settings(ReportFolder, OnTask):
       raise ValueError('--checkpoint or --predictions is needed')
     if (self.ood_dataset is None) != (self.ood_split is None):
       raise ValueError('--ood_dataset and --ood_split belong together: set both')
-    if not self.runs:
+    if all(map(files.is_file, self.checkpoint)):  # no run is evaluated
       if self.ood_dataset:
         raise ValueError('--ood_dataset needs a --checkpoint to make its predictions with')
       of_run = 'dataset', 'split', 'save_predictions', 'covariance_index'
       of_files = 'a --checkpoint: it has no effect on files of predictions'
       self.refuse(of_run, of_files, 'needs')
       self.refuse(['covariance_images', 'homoglyph_examples'], 'files of predictions')
-      if not any(map(self._is_run, self.predictions)):
+      if not any(runs.sources.is_run(source) for _, source in self.sources):
         self.refuse(['gin_file', 'gin_bindings', 'batch_size'], 'files of predictions')
-
-  @staticmethod
-  def _is_run(source: str) -> bool:
-    with naming(f'--predictions={source}'):
-      return runs.sources.is_run(source)
 
 
 def run(settings: Settings) -> reporting.Report:
@@ -121,11 +123,10 @@ def evaluate(settings: Settings, save_to: Path | None = None) -> list[evaluation
 
   if settings.save_predictions:
     save_to = run_files.local_folder('output_dir', settings.output_dir) / 'predictions'
-  flags = [('--checkpoint', x) for x in settings.checkpoint]
-  flags += [('--predictions', x) for x in settings.predictions]
-  names = short_names([source for _, source in flags])
+  texts = (*settings.checkpoint, *settings.predictions)
+  names = short_names(texts)
   if save_to:
-    own = [name for name, (_, x) in zip(names, flags, strict=True) if x in settings.runs]
+    own = [name for name, (_, rows) in zip(names, settings.sources, strict=True) if rows is None]
     of_files = [evaluation.uncertainty_report.file_name(name) for name in own]
     if twice := [name for name, x in zip(own, of_files, strict=True) if of_files.count(x) > 1]:
       raise ValueError(
@@ -133,16 +134,19 @@ def evaluate(settings: Settings, save_to: Path | None = None) -> list[evaluation
         'one by one, each with its own --output_dir'
       )
   opened: list[runs.Configuration | evaluation.Evaluation] = []
-  for name, (flag, source) in zip(names, flags, strict=True):
-    if flag == '--predictions' or source not in settings.runs:
-      with naming(f'{flag}={source}'):  # scored at once: one file is in memory at a time
-        opening = runs.sources.open_source(source, settings.gin, settings.batch_size)
-        rows = opening.rows(columns=('log_prob',))
-        opened.append(evaluate_rows(name, source, rows.chosen(settings.max_examples)))
-    else:
-      found = runs.Checkpoint.find(source)
-      found.check_trained(hint='give a run, or a file of predictions')
-      opened.append(runs.configuration(found, *settings.gin))
+  for name, text, (flag, source) in zip(names, texts, settings.sources, strict=True):
+    if source is None:
+      checkpoint = runs.Checkpoint.find(text)
+      checkpoint.check_trained(hint='give a run, or a file of predictions')
+      opened.append(runs.configuration(checkpoint, *settings.gin))
+      continue
+    with naming(flag):  # scored at once: one file is in memory at a time
+      rows = source.rows(columns=('log_prob',)).chosen(settings.max_examples)
+      details = {'num_classes': rows.log_prob.shape[1]}
+      found = _scored([rows], **details)
+      opened.append(
+        evaluation.Evaluation(name, text, details, class_names=rows.class_names, **found)
+      )
   if configs := [x for x in opened if isinstance(x, runs.Configuration)]:
     task, split = task_and_split(settings.dataset, settings.split, configs)
     settings = dataclasses.replace(settings, dataset=task, split=split)
@@ -177,16 +181,6 @@ def task_and_split(
   return chosen[0]
 
 
-def evaluate_rows(name: str, source: str, rows: Rows) -> evaluation.Evaluation:
-  """Scores predictions, of a file or of an estimator."""
-  num_classes = rows.log_prob.shape[1]
-  scores, people = _score([rows], num_classes)
-  details = {'num_classes': num_classes}
-  return evaluation.Evaluation(
-    name, source, details, scores, agreement=people, class_names=rows.class_names
-  )
-
-
 def evaluate_run(
   name: str, run: runs.Run, settings: Settings, save_to: Path | None = None
 ) -> evaluation.Evaluation:
@@ -194,6 +188,12 @@ def evaluate_run(
   import jax
 
   info = data.classification_info(settings.dataset or '')
+  whole_split = str(settings.split).partition('[')[0]  # of a slice
+  true_classes = None
+  if info.true_classes and info.knows_truth(whole_split):
+    true_classes = functools.partial(info.true_classes, whole_split)
+  others = ('location_top',) if true_classes else ()
+  kept = []
 
   def predict(title: str, stream: tuple[data.BatchIterator, int], *others: str) -> Iterator[Rows]:
     batches, total = stream
@@ -203,55 +203,32 @@ def evaluate_run(
         progress.update(len(part))
         yield part
 
-  kept = []
-  of_truth = []
-  of_unknown = None
-  whole_split = str(settings.split).partition('[')[0]  # of a slice
-  true_classes = info.true_classes if info.knows_truth(whole_split) else None
-
   def keeping(parts: Iterable[Rows]) -> Iterator[Rows]:
     for part in parts:
-      if true_classes:
-        truth = true_classes(whole_split, part.index)
-        of_truth.append(_right(part, truth))
-        part = part.without('location_top')
       if save_to:
-        kept.append(part)
+        kept.append(part.without('location_top'))
       yield part
 
   with contextlib.ExitStack() as stack:
     known = _open(stack, '', run, settings)
     if settings.ood_dataset:
       unknown = _open(stack, 'ood_', run, settings)
-    covariance = _covariance_or_why_none(run, settings)
-    others = ('location_top',) if true_classes else ()
-    scores, people = _score(keeping(predict(name, known, *others)), info.num_classes)
+    found = _covariance(run, settings)
+    found |= _scored(keeping(predict(name, known, *others)), info.num_classes, true_classes)
     if settings.ood_dataset:
       parts = predict(f'{name}, unknown inputs', unknown)
       scored = [measures.uncertainty.uncertainty(**part.predictive) for part in parts]
-      of_unknown = measures.uncertainty.concatenate(scored)
-  sampled = scores.uncertainty.mutual_information is not None
-  evaluated = evaluation.Evaluation(
-    name,
-    run.checkpoint,
-    {
-      'num_classes': info.num_classes,
-      'mesh': f'{run.partitioner.data_shards}x{run.partitioner.model_shards}',
-      'step': run.step,
-      'num_samples': run.model.eval_integrator.num_samples if sampled else None,
-      'dataset': settings.dataset,
-      'split': settings.split,
-      'ood_dataset': settings.ood_dataset,
-      'ood_split': settings.ood_split,
-    },
-    scores,
-    of_unknown,
-    agreement=people,
-    truth=_of_truth(of_truth) if of_truth else None,
-    class_names=info.shown_names or info.class_names,
-    config=run.config.text,
-    **covariance,
-  )
+      found['unknown'] = measures.uncertainty.concatenate(scored)
+  sampled = found['scores'].uncertainty.mutual_information is not None
+  details = {
+    'num_classes': info.num_classes,
+    'mesh': f'{run.partitioner.data_shards}x{run.partitioner.model_shards}',
+    'step': run.step,
+    'num_samples': run.model.eval_integrator.num_samples if sampled else None,
+    **settings.chosen('dataset', 'split', 'ood_dataset', 'ood_split'),
+  }
+  found |= {'class_names': info.shown_names or info.class_names, 'config': run.config.text}
+  evaluated = evaluation.Evaluation(name, run.checkpoint, details, **found)
   if save_to and jax.process_index() == 0:
     about = {'checkpoint': run.checkpoint, 'task': settings.dataset, 'split': settings.split}
     whole = rows_lib.concatenate(kept)
@@ -260,36 +237,37 @@ def evaluate_run(
   return evaluated
 
 
-def _right(part: Rows, truth: np.ndarray) -> dict[str, np.ndarray]:
-  """Of each example of a part, bool [n], by its true class [n]."""
-  return {
-    'clean_accuracy': votes.top_shares(part.log_prob)[np.arange(len(truth)), truth],
-    'clean_accuracy_location': part['location_top'] == truth,
-    'wrong_labels': part.label != truth,
-  }
-
-
-def _of_truth(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:
-  """Means over the examples of all parts, with their standard errors."""
-  columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-  means: dict[str, Any] = {name: float(x.mean()) for name, x in columns.items()}
-  return means | {'stderr': {name: measures.uncertainty.stderr(x) for name, x in columns.items()}}
-
-
-def _score(
-  parts: Iterable[Rows], num_classes: int
-) -> tuple[measures.uncertainty.ExampleScores, dict[str, float] | None]:
-  """The scores of the parts of a split; with a softmax also its agreement with people's labels."""
+def _scored(
+  parts: Iterable[Rows],
+  num_classes: int,
+  true_classes: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> dict[str, Any]:
+  """Fields of an `Evaluation`: the scores of the parts of a split; with a softmax its agreement
+  with people's labels; and where a function of the ids gives the true classes, means by these.
+  """
   scores = []
   people = measures.agreement.Parts()
+  of_truth: dict[str, list[np.ndarray]] = {}
   ks = (1, 5) if num_classes > 5 else (1,)
   for part in parts:
     scores.append(measures.uncertainty.score_examples(**part.labelled, ks=ks))
     if part.link == 'softmax':
       people.add(measures.agreement.score_examples(part.log_prob, part.labels, part.label_weight))
+    if true_classes:
+      truth = true_classes(part.index)
+      right = votes.top_shares(part.log_prob)[np.arange(len(truth)), truth]
+      of_truth.setdefault('clean_accuracy', []).append(right)
+      of_truth.setdefault('clean_accuracy_location', []).append(part['location_top'] == truth)
+      of_truth.setdefault('wrong_labels', []).append(part.label != truth)
   joined = people.joined()
-  of_people = None if joined is None else measures.agreement.summarize(joined)
-  return measures.uncertainty.concatenate(scores), of_people
+  columns = {name: np.concatenate(x) for name, x in of_truth.items()}
+  means: dict[str, Any] = {name: float(x.mean()) for name, x in columns.items()}
+  errors = {name: measures.uncertainty.stderr(x) for name, x in columns.items()}
+  return {
+    'scores': measures.uncertainty.concatenate(scores),
+    'agreement': None if joined is None else measures.agreement.summarize(joined),
+    'truth': means | {'stderr': errors} if means else None,
+  }
 
 
 def _open(
@@ -300,14 +278,8 @@ def _open(
   **changes: Any,
 ) -> tuple[data.BatchIterator, int]:
   """`open_split` of the settings with this prefix, '' or 'ood_', until the stack is closed."""
-  import jax
-
   task, split = (getattr(settings, f'{prefix}{name}') for name in ('dataset', 'split'))
   with naming(f'--{prefix}dataset={task}'):
-    info = data.classification_info(task)
-    # Checks the channels without reading an image.
-    image = jax.ShapeDtypeStruct((1, run.image_size, run.image_size, info.channels), np.float32)
-    jax.eval_shape(lambda x: runs.per_example.match_channels(x, run.channels), image)
     given: dict[str, Any] = {
       'task': task,
       'name': f'--{prefix}split={split}',
@@ -318,24 +290,12 @@ def _open(
     return stack.enter_context(opened)
 
 
-def _covariance_or_why_none(run: runs.Run, settings: Settings) -> dict[str, Any]:
-  """Correlations of classes (`_covariance`), or a note of the defect, which leaves the tables.
+def _covariance(run: runs.Run, settings: Settings) -> dict[str, Any]:
+  """The covariance fields of an `Evaluation`; a defect, which leaves the tables, becomes a note.
 
   Raises:
     ValueError: an id of `covariance_index` does not exist.
   """
-  try:
-    return _covariance(run, settings)
-  except Exception as error:
-    if settings.covariance_index and isinstance(error, ValueError):
-      raise
-    logging.getLogger(__name__).exception('There are no correlations of classes.')
-    reason = ' '.join(f'{type(error).__name__}: {error}'.split())
-    return {'no_covariance': f'its class correlations could not be computed ({reason}).'}
-
-
-def _covariance(run: runs.Run, settings: Settings) -> dict[str, Any]:
-  """The covariance fields of an `Evaluation`."""
   index = tuple(dict.fromkeys(settings.covariance_index))
   images = settings.covariance_images
   look_alikes = data.classification_info(str(settings.dataset)).look_alikes
@@ -346,23 +306,30 @@ def _covariance(run: runs.Run, settings: Settings) -> dict[str, Any]:
     return {'no_covariance': reason}
   batch_size = 8 * run.partitioner.data_shards
 
-  def look_at(**which: Any) -> list[evaluation.class_covariance.ClassCovariance]:
+  def look(**which: Any) -> list[evaluation.class_covariance.ClassCovariance]:
     with contextlib.ExitStack() as stack:
       batches, total = _open(stack, '', run, settings, whole=True, batch_size=batch_size)
       batches = itertools.islice(batches, -(-total // batch_size))
       return evaluation.class_covariance.look(run, batches, batch_size, **which)
 
   result = {}
-  if number := max(counted, 0 if index else images):
-    looks = look_at(number=number)
-    result['looks'] = looks[:images]
-    if counted and look_alikes:
-      result['homoglyphs'] = evaluation.class_covariance.look_alike_rate(
-        [x.label for x in looks[:counted]],
-        [x.with_anchor for x in looks[:counted]],
-        look_alikes(str(settings.split), run.image_size),
-      )
-  if index:
-    with naming(f'--covariance_index={",".join(map(str, index))}'):
-      result['looks'] = look_at(index=index)
+  try:
+    if number := max(counted, 0 if index else images):
+      looks = look(number=number)
+      result['looks'] = looks[:images]
+      if counted and look_alikes:
+        result['homoglyphs'] = evaluation.class_covariance.look_alike_rate(
+          [x.label for x in looks[:counted]],
+          [x.with_anchor for x in looks[:counted]],
+          look_alikes(str(settings.split), run.image_size),
+        )
+    if index:
+      with naming(f'--covariance_index={",".join(map(str, index))}'):
+        result['looks'] = look(index=index)
+  except Exception as error:
+    if index and isinstance(error, ValueError):
+      raise
+    logging.getLogger(__name__).exception('There are no correlations of classes.')
+    reason = ' '.join(f'{type(error).__name__}: {error}'.split())
+    return {'no_covariance': f'its class correlations could not be computed ({reason}).'}
   return result

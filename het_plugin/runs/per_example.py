@@ -165,15 +165,18 @@ def in_chunks(compute: Compute) -> Compute:
 def match_channels(image: jax.Array, channels: int) -> jax.Array:
   """Images [B, H, W, C] with other channels: grey is repeated, colours are averaged to grey."""
   given = image.shape[-1]
+  check_channels(given, channels)
   if given == channels:
     return image
-  if given == 1:
-    return jnp.repeat(image, channels, axis=-1)
-  if channels == 1:
-    return image.mean(axis=-1, keepdims=True)
-  raise ValueError(
-    f'Images with {given} channels cannot be turned into {channels}; 1 or equal can.'
-  )
+  return image.mean(-1, keepdims=True) if channels == 1 else jnp.repeat(image, channels, axis=-1)
+
+
+def check_channels(given: int, channels: int) -> None:
+  """Raises ValueError if `match_channels` cannot turn the given channels into others."""
+  if 1 not in (given, channels) and given != channels:
+    raise ValueError(
+      f'Images with {given} channels cannot be turned into {channels}; 1 or equal can.'
+    )
 
 
 def as_rows(x: jax.Array, pool: str) -> jax.Array:

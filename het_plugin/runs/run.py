@@ -18,6 +18,7 @@ from het_plugin.runs.per_example import (
   Compute,
   PerExample,
   as_rows,
+  check_channels,
   in_chunks,
 )
 from het_plugin.system import checksum
@@ -246,6 +247,7 @@ class Run:
     """
     task = task or self.task or ''
     info = data.task_info(task)
+    check_channels(info.channels, self.channels)
     max_labels = getattr(info, 'max_labels', None)  # captions have none
     if max_labels and getattr(info, 'multi_label', False):  # the configuration may know more
       max_labels = max(max_labels, self.max_labels)

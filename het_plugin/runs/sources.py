@@ -93,9 +93,9 @@ def open_source(
   )
 
 
-def is_run(text: str) -> bool:
-  """Whether a text names a run or a checkpoint; raises ValueError as `open_source` does."""
-  return isinstance(open_source(text), _OfRun)
+def is_run(source: Source | None) -> bool:
+  """Whether a text named a run or a checkpoint."""
+  return isinstance(source, _OfRun)
 
 
 @dataclasses.dataclass(frozen=True)
