@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -133,20 +133,21 @@ class Listed(Sequence):
     rows: N rows.
     label: int [N], their labels.
     found: their audit.
-    order: int [N], the numbers of the rows in this order.
-    name: gives the name of an example by its id; None if it has none.
-    root: of an image folder, whose files are named.
+    examples: names them; None where their data set is not known.
   """
 
   rows: rows_lib.Rows
   label: np.ndarray
   found: measures.audit.Audit
-  order: np.ndarray
-  name: Callable[[int], str] | None = None
-  root: Path | None = None
+  examples: evaluation.examples.Examples | None = None
+
+  @functools.cached_property
+  def order(self) -> np.ndarray:
+    """Numbers of the rows, int [N]."""
+    return np.argsort(-self.found.wrong, kind='stable')
 
   def __len__(self) -> int:
-    return len(self.order)
+    return len(self.label)
 
   def __getitem__(self, place: Any) -> Any:
     if isinstance(place, slice):
@@ -169,11 +170,20 @@ class Listed(Sequence):
     }
     if names := self.rows.class_names:
       listed |= {'label_name': names[label], 'suggested_name': names[suggested]}
-    if self.name:
-      listed['name'] = self.name(index)
-    if self.name and self.root:
-      listed['path'] = str(self.root / listed['name'])
+    if self.examples:
+      listed['name'] = self.examples.name(index)
+      if folder := self.examples.folder:
+        listed['path'] = str(folder / listed['name'])
     return listed
+
+  def table(self) -> Iterator[dict[str, Any]]:
+    """The rows in the order of their ids, with suggested labels, as a table of labels."""
+    names = self.rows.class_names or range(self.rows.num_classes)
+    for i in np.argsort(self.rows.index, kind='stable'):
+      row = self.row(i)
+      label = row['suggested'] if row['kind'] == 'wrong' else row['label']
+      values = row['name'], names[label], names[row['label']], row['wrong']
+      yield dict(zip(TABLE_COLUMNS, values, strict=True))
 
 
 def write_suggested(listed: Listed, path: str) -> None:
@@ -184,29 +194,16 @@ def write_suggested(listed: Listed, path: str) -> None:
   left out: they are those of the labels before.
   """
   is_wrong = listed.found.kind == 'wrong'
+  said = f'\n{path}: {is_wrong.sum():,} of {len(listed):,} labels are suggestions.'
   if str(path).endswith('.csv'):
-    _write_table(path, listed)
+    reporting.write_csv(TABLE_COLUMNS, listed.table(), path)
+    if not (listed.examples and listed.examples.folder):
+      said += f'\nA training takes them with ?labels={path} behind the path of the data.'
   else:
     labels = np.where(is_wrong, listed.found.suggested, listed.label)[:, None]
     given = {'label_weight': None, 'annotator': None}
     rows_lib.write(path, dataclasses.replace(listed.rows, labels=labels, **given))
-  print(f'\n{path}: {is_wrong.sum():,} of {len(listed):,} labels are suggestions.')
-  if str(path).endswith('.csv') and listed.root is None:
-    print(f'A training takes them with ?labels={path} behind the path of the data.')
-
-
-def _write_table(path: str, listed: Listed) -> None:
-  """Writes a table of labels with the suggested ones."""
-  names = listed.rows.class_names or range(listed.rows.num_classes)
-
-  def lines() -> Iterator[dict[str, Any]]:
-    for i in np.argsort(listed.rows.index, kind='stable'):
-      row = listed.row(i)
-      label = row['suggested'] if row['kind'] == 'wrong' else row['label']
-      values = row['name'], names[label], names[row['label']], row['wrong']
-      yield dict(zip(TABLE_COLUMNS, values, strict=True))
-
-  reporting.write_csv(TABLE_COLUMNS, lines(), path)
+  print(said)
 
 
 def report(
@@ -255,10 +252,7 @@ def report(
       found, failures, chosen = estimators.audit.in_rounds(
         *of_labels, probs_to, rows.num_classes, **given
       )
-  order = np.argsort(-found.wrong, kind='stable')
-  listed = Listed(rows, label, found, order)
-  if examples is not None:
-    listed = dataclasses.replace(listed, name=examples.name, root=examples.folder)
+  listed = Listed(rows, label, found, examples)
 
   def shown(k):
     return str(k) if names is None else names[k]
@@ -338,21 +332,28 @@ def report(
     notes.append(
       'det has no noise. After one round its p is that of the label: it finds too few wrong ones.'
     )
-  truth = _by_truth(listed, examples) if examples is not None else None
-  if truth is not None:
+  truth = {}
+  if examples and examples.info.true_classes and examples.info.knows_truth(examples.whole):
+    is_wrong = examples.info.true_classes(examples.whole, rows.index) != label
+    truth = {
+      'wrong': int(is_wrong.sum()),
+      'wrong_of_listed': int(is_wrong[found.kind == 'wrong'].sum()),
+      'wrong_of_worst': int(is_wrong[listed.order[:_WORST]].sum()),
+    }
     notes.append(
       f'The task knows the true classes. {truth["wrong"]:,} labels are wrong: '
       f'{truth["wrong_of_listed"]:,} of the {counts["wrong"]:,} that are listed as wrong, and '
       f'{truth["wrong_of_worst"]} of the {min(_WORST, len(label))} that are most probably wrong.'
     )
-  if examples is not None and not examples.are_images:
+  are_images = examples is not None and examples.are_images
+  if examples is not None and not are_images:
     notes.append(f'There are no pictures of examples of {examples.info.channels} channels.')
   return reporting.Report(
     title='Audit of labels',
     introduction=f'{len(label):,} labels of {name}, by {by}: {share}',
     tables=[table for table in tables if table.lines],
     notes=notes,
-    draw=lambda: _galleries(listed, examples, shown) if examples and examples.are_images else {},
+    draw=lambda: _galleries(listed, pairs, shown) if are_images else {},
     writers={
       'csv': functools.partial(reporting.write_table, list(listed[0]), listed),
       'suggest': functools.partial(write_suggested, listed),
@@ -370,31 +371,17 @@ def report(
       'annotators': annotators,
       'rows': listed,
     }
-    | ({} if truth is None else {'truth': truth}),
+    | ({'truth': truth} if truth else {}),
   )
 
 
-def _by_truth(listed: Listed, examples: evaluation.examples.Examples) -> dict[str, int] | None:
-  """Numbers of labels that are wrong, where the task knows the true classes."""
-  info = examples.info
-  if info.true_classes is None or not info.knows_truth(examples.whole):
-    return None
-  found = listed.found
-  label = listed.label
-  is_wrong = info.true_classes(examples.whole, listed.rows.index) != label
-  return {
-    'wrong': int(is_wrong.sum()),
-    'wrong_of_listed': int(is_wrong[found.kind == 'wrong'].sum()),
-    'wrong_of_worst': int(is_wrong[listed.order[:_WORST]].sum()),
-  }
-
-
 def _galleries(
-  listed: Listed, examples: evaluation.examples.Examples, shown: Callable[[int], str]
+  listed: Listed, pairs: Sequence[Mapping[str, Any]], shown: Callable[[int], str]
 ) -> dict[str, reporting.Gallery]:
   """Images of the worst labels, of the most ambiguous ones, and of the most confused pairs."""
   found = listed.found
   label = listed.label
+  examples = listed.examples
 
   def likely(i):
     return f'{found.wrong[i]:.3f}'
@@ -424,13 +411,14 @@ def _galleries(
       unsure,
     ),
   }
-  of_pairs = found.pairs(_SHOWN if found.is_supported else 0)
-  for number, (k, y, rate, _) in enumerate(of_pairs, 1):
+  for number, pair in enumerate(pairs, 1):
+    k = pair['truth']
+    y = pair['label']
     rows = wrong[(label[wrong] == y) & (found.suggested[wrong] == k)]
-    caption = f'Truth {shown(k)}, label {shown(y)}: {rate:.1%} of this truth'
+    caption = f'Truth {shown(k)}, label {shown(y)}: {pair["rate"]:.1%} of this truth'
     chosen[f'pair_{number}'] = caption, rows[:_THUMBNAILS_OF_PAIR], likely
   numbers = np.unique(np.concatenate([rows for _, rows, _ in chosen.values()]))
-  if not len(numbers):
+  if examples is None or not len(numbers):
     return {}
   read = examples.read(listed.rows.index[numbers], listed.rows.provenance.get('image_size'))
   other = [i for i, y in zip(numbers, read.labels, strict=True) if label[i] not in y]

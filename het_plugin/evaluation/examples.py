@@ -1,6 +1,7 @@
 """The images of single examples of a data set, by the ids that rows have of them."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ class Examples:
     """Whether a table of labels, which replaces those of the data, may name each example."""
     return hasattr(self.task.examples, 'file')
 
-  @property
+  @functools.cached_property
   def folder(self) -> Path | None:
     """The image folder whose files the examples are, or None."""
     kind, _, path = self.task.name.partition(':')

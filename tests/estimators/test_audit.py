@@ -85,7 +85,7 @@ def test_suggested_labels_of_padded_votes_can_be_read(tmp_path):
   votes = {'annotator': np.minimum(padded, 0), 'label_weight': np.float32(padded >= 0)}
   rows = rows_lib.Rows({'features': x}, padded, np.arange(60), **votes)
   p = (np.arange(10) == truth[:, None]) * 0.9 + 0.01
-  listed = audit_report.Listed(rows, label, measure.audit(p, label), np.arange(60))
+  listed = audit_report.Listed(rows, label, measure.audit(p, label))
   audit_report.write_suggested(listed, tmp_path / 'fixed.npz')
   fixed = rows_lib.read(str(tmp_path / 'fixed.npz'))
   assert fixed.annotator is None and (fixed.label == truth).mean() > (label == truth).mean()
