@@ -33,8 +33,6 @@ from het_plugin.evaluation.names import choose_names, naming
 from het_plugin.measures import comparison, fewshot
 from het_plugin.system.ranges import Count, Seeds
 
-# {run: {data set: {shots: result}}}
-Results = Mapping[str, Mapping[str, Mapping[float, fewshot.FewShotResult]]]
 Row = Mapping[str, Any]
 _KEY = operator.itemgetter('run', 'dataset', 'shots')
 _SHOWN = ('run', 'dataset', 'shots', 'mean', 'stderr', 'classes_short', 'test_unseen')
@@ -123,7 +121,7 @@ def run(settings: Settings) -> reporting.Report:
   return make_report(protocol, earlier, evaluate(settings))
 
 
-def from_files(settings: Settings) -> Results:
+def from_files(settings: Settings) -> comparison.Results:
   """Evaluates representations; each pair of a training and a test file is a data set of a run."""
   names = settings.names
   train = settings.train
@@ -153,7 +151,7 @@ def from_files(settings: Settings) -> Results:
   return {run: _evaluate(run, datasets, **settings.fits) for run, datasets in of_runs.items()}
 
 
-def from_checkpoints(settings: Settings) -> Results:
+def from_checkpoints(settings: Settings) -> comparison.Results:
   """Evaluates checkpoints; the representations of their data sets are kept in memory."""
   results = {}
   opened = {}
@@ -238,7 +236,7 @@ def read_results(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def make_report(
-  protocol: Mapping[str, Any], earlier: Mapping[str, Mapping[str, Any]], results: Results
+  protocol: Mapping[str, Any], earlier: Mapping[str, Mapping[str, Any]], results: comparison.Results
 ) -> reporting.Report:
   """Compares runs; rows of `earlier`, of `read_results`, are shown first, without differences."""
   rows = []
@@ -258,8 +256,8 @@ def make_report(
     shown = runs.setdefault(run, {'name': run, 'fewshot': {}, 'fewshot_stderr': {}})
     shown['fewshot'].setdefault(dataset, {})[shots] = mean
     shown['fewshot_stderr'].setdefault(dataset, {})[shots] = stderr
-  of_methods = averages(rows)
-  of_pairs = differences(results)
+  of_methods = comparison.averages(rows)
+  of_pairs = comparison.differences(results)
   notes = ['Mean and standard error over draws of the examples.']
   runs_of: dict[str, dict[str, None]] = {}  # by protocol
   for row in rows:
@@ -326,51 +324,3 @@ def make_report(
       'differences': of_pairs,
     },
   )
-
-
-def averages(rows: Sequence[Row]) -> list[dict[str, Any]]:
-  """One row per method and number of shots, averaged over all data sets and settings.
-
-  See Collier et al. 2023, table 22. Methods are averaged over the cells (data set, setting) that
-  all of them have. Data sets and settings are fixed and only the draws are random, so the standard
-  error of n cells is sqrt(sum of their squared standard errors) / n.
-  """
-  methods = {}
-  for row in rows:
-    method, _, setting = row['run'].partition('/')
-    methods.setdefault((row['shots'], method), {})[row['dataset'], setting] = row
-  averaged = []
-  for shots in sorted({shots for shots, _ in methods}):
-    of_shots = {m: cells for (n, m), cells in methods.items() if n == shots}
-    common = sorted(set.intersection(*map(set, of_shots.values())))  # the order rounds the sums
-    for method, cells in of_shots.items() if len(common) > 1 else ():
-      means, errors = ([cells[key][name] for key in common] for name in ('mean', 'stderr'))
-      stderr = None if None in errors else float(np.linalg.norm(errors) / len(errors))
-      averaged.append(
-        {'method': method, 'shots': shots, 'mean': float(np.mean(means)), 'stderr': stderr}
-        | {'num_cells': len(common)}
-      )
-  return averaged
-
-
-def differences(results: Results) -> list[dict[str, Any]]:
-  """Differences of each run to the first, per data set and number of shots, and over data sets."""
-  rows: list[dict[str, Any]] = []
-  if not results:
-    return rows
-  (first, baseline), *others = results.items()
-  for run, by_dataset in others:
-    about = {'run': run, 'baseline': first}
-    common = [name for name in by_dataset if name in baseline]
-    shared = {name: sorted({*by_dataset[name]} & {*baseline[name]}) for name in common}
-    for name in common:
-      for n in shared[name]:
-        found = comparison.difference(by_dataset[name][n], baseline[name][n])
-        rows.append({**about, 'dataset': name, 'shots': n, **found})
-    for n in sorted(set.intersection(*map(set, shared.values()))) if len(common) > 1 else ():
-      ours, theirs = ({name: r[name][n] for name in common} for r in (by_dataset, baseline))
-      mean = float(np.mean([ours[name].mean - theirs[name].mean for name in common]))
-      p = comparison.signed_rank_p(ours, theirs)
-      over_all = {'dataset': f'all {len(common)}', 'shots': n, 'mean': mean, 'p_datasets': p}
-      rows.append(about | over_all)
-  return rows

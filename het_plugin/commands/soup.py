@@ -12,37 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
-from het_plugin import data, evaluation, measures, reporting, runs, training
+from het_plugin import evaluation, measures, reporting, runs, training
 from het_plugin.cli.settings import Batches, Gin, Repeated, ResultFiles
+from het_plugin.commands import evaluate
+from het_plugin.measures.greedy_ensemble import SCORE, greedy_soup
 
 PyTree = Any
 UNIFORM = 'uniform'
 GREEDY = 'greedy'
-SCORE = 'precision_at_1'  # chooses the members
-
-
-def greedy_soup(
-  alone: Sequence[Mapping[str, float]], try_with: Callable[[list[int]], float]
-) -> list[int]:
-  """The members of a greedy soup, the best candidate first.
-
-  Candidates are tried from the best to the worst by precision@1, equal ones by NLL. One stays in if
-  the precision@1 of the average with it is at least as high as without. `alone` has both values of
-  each candidate, and `try_with` maps candidates to the precision@1 of their average.
-  """
-  order = sorted(range(len(alone)), key=lambda i: (-alone[i][SCORE], alone[i]['nll']))
-  members = order[:1]
-  best = alone[order[0]][SCORE]
-  for candidate in order[1:]:
-    if (score := try_with([*members, candidate])) >= best:
-      members = [*members, candidate]
-      best = score
-  return members
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +50,6 @@ def run(settings: Settings) -> reporting.Report:
   """The uniform and the greedy soup beside the best single candidate."""
   checkpoint = evaluation.candidates.split_sources(settings.checkpoint)
   output_dir = settings.output_dir
-  split = settings.split
   names = evaluation.candidates.candidate_names(settings.names, checkpoint, flag='checkpoint')
   if not output_dir:
     raise ValueError('--output_dir is not set: name the folder for the soups')
@@ -85,14 +65,11 @@ def run(settings: Settings) -> reporting.Report:
   for source in found:
     source.check_trained()
   config = runs.configuration(found[0], *settings.gin)
+  task, split = evaluate.task_and_split(settings.dataset, settings.split, [config])
   opened = config.open()
   for source, other in zip(checkpoint[1:], found[1:], strict=True):
     _check_like(checkpoint[0], config, source, runs.configuration(other, *settings.gin))
     training.class_names.check(f'--checkpoint={source}', other.class_names, opened.class_names)
-  task = settings.dataset or str(opened.task)
-  info = data.classification_info(task)
-  opened.model.validate(info)
-  training.class_names.check(f'--dataset={task}', info.class_names, opened.class_names)
 
   def score_of(params: PyTree) -> dict[str, float]:
     averaged = dataclasses.replace(opened, params=params)
@@ -103,7 +80,10 @@ def run(settings: Settings) -> reporting.Report:
       parts = averaged.stream(batches, ('log_prob',), settings.batch_size)
       scored = [measures.uncertainty.score_examples(**part.labelled, ks=(1,)) for part in parts]
     scores = measures.uncertainty.concatenate(scored)
-    return {'nll': float(scores.nll.mean()), SCORE: float(scores.precision[1].mean())}
+    return {
+      'nll': float(scores.nll.mean()),
+      SCORE: float(scores.precision[1].mean()),
+    }
 
   target = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), opened.params

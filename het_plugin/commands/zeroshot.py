@@ -183,7 +183,7 @@ def evaluate(sources: Sequence[Compared], settings: Settings) -> list[dict[str, 
 
 def make_report(rows: Sequence[Mapping[str, Any]]) -> reporting.Report:
   """Tables of rows, and of groups of seeds."""
-  groups = compare_groups(rows)
+  groups = comparison.groups(rows)
   tables = []
   ways = itertools.product(WAYS, RECALL_AT)
   shown = {
@@ -226,30 +226,3 @@ def make_report(rows: Sequence[Mapping[str, Any]]) -> reporting.Report:
     notes=[f'{note}: {alike}.'] if alike else [],
     json={**(plain[0] if len(plain) == 1 else {}), 'rows': plain, 'groups': groups},
   )
-
-
-def compare_groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """Mean and standard error of each metric over each group, and p against the first group."""
-  values: dict[tuple[str, str], dict[str, list[float]]] = {}
-  for row in rows:
-    for metric, value in row['scalars'].items() if row['group'] is not None else ():
-      by_group = values.setdefault((row['dataset'], metric), {})
-      by_group.setdefault(row['group'], []).append(value)
-  found = []
-  for (dataset, metric), by_group in values.items():
-    first = next(iter(by_group))
-    for group, of_runs in by_group.items():
-      mean, stderr = comparison.group_mean(of_runs)
-      found.append(
-        {
-          'dataset': dataset,
-          'metric': metric,
-          'group': group,
-          'mean': mean,
-          'stderr': stderr,
-          'num_runs': len(of_runs),
-          'baseline': first,
-          'p': None if group == first else comparison.welch_p(of_runs, by_group[first]),
-        }
-      )
-  return found

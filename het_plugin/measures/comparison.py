@@ -3,11 +3,15 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import scipy  # which imports its `stats` when it is first used: a training starts sooner
 
 from het_plugin.measures.fewshot import FewShotResult
+
+# {run: {data set: {shots: result}}}
+Results = Mapping[str, Mapping[str, Mapping[float, FewShotResult]]]
 
 EXTREME = 0.01  # the share of examples whose contribution to a difference is shown
 ROUNDING = 1e-6  # nats: a mean difference below it may be the rounding of float32
@@ -90,6 +94,81 @@ def welch_p(values: Sequence[float], baseline: Sequence[float]) -> float | None:
   with warnings.catch_warnings():  # scipy warns of lost precision if runs in a group are equal
     warnings.filterwarnings('ignore', 'Precision loss occurred', RuntimeWarning)
     return float(scipy.stats.ttest_ind(values, baseline, equal_var=False).pvalue)
+
+
+def averages(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """One row per method and number of shots, averaged over all data sets and settings.
+
+  See Collier et al. 2023, table 22. Methods are averaged over the cells (data set, setting) that
+  all of them have. Data sets and settings are fixed and only the draws are random, so the standard
+  error of n cells is sqrt(sum of their squared standard errors) / n.
+  """
+  methods = {}
+  for row in rows:
+    method, _, setting = row['run'].partition('/')
+    methods.setdefault((row['shots'], method), {})[row['dataset'], setting] = row
+  averaged = []
+  for shots in sorted({shots for shots, _ in methods}):
+    of_shots = {m: cells for (n, m), cells in methods.items() if n == shots}
+    common = sorted(set.intersection(*map(set, of_shots.values())))  # the order rounds the sums
+    for method, cells in of_shots.items() if len(common) > 1 else ():
+      means, errors = ([cells[key][name] for key in common] for name in ('mean', 'stderr'))
+      stderr = None if None in errors else float(np.linalg.norm(errors) / len(errors))
+      averaged.append(
+        {'method': method, 'shots': shots, 'mean': float(np.mean(means)), 'stderr': stderr}
+        | {'num_cells': len(common)}
+      )
+  return averaged
+
+
+def differences(results: Results) -> list[dict[str, Any]]:
+  """Differences of each run to the first, per data set and number of shots, and over data sets."""
+  rows: list[dict[str, Any]] = []
+  if not results:
+    return rows
+  (first, baseline), *others = results.items()
+  for run, by_dataset in others:
+    about = {'run': run, 'baseline': first}
+    common = [name for name in by_dataset if name in baseline]
+    shared = {name: sorted({*by_dataset[name]} & {*baseline[name]}) for name in common}
+    for name in common:
+      for n in shared[name]:
+        found = difference(by_dataset[name][n], baseline[name][n])
+        rows.append({**about, 'dataset': name, 'shots': n, **found})
+    for n in sorted(set.intersection(*map(set, shared.values()))) if len(common) > 1 else ():
+      ours, theirs = ({name: r[name][n] for name in common} for r in (by_dataset, baseline))
+      mean = float(np.mean([ours[name].mean - theirs[name].mean for name in common]))
+      p = signed_rank_p(ours, theirs)
+      over_all = {'dataset': f'all {len(common)}', 'shots': n, 'mean': mean, 'p_datasets': p}
+      rows.append(about | over_all)
+  return rows
+
+
+def groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """Mean and standard error of each metric over each group, and p against the first group."""
+  values: dict[tuple[str, str], dict[str, list[float]]] = {}
+  for row in rows:
+    for metric, value in row['scalars'].items() if row['group'] is not None else ():
+      by_group = values.setdefault((row['dataset'], metric), {})
+      by_group.setdefault(row['group'], []).append(value)
+  found = []
+  for (dataset, metric), by_group in values.items():
+    first = next(iter(by_group))
+    for group, of_runs in by_group.items():
+      mean, stderr = group_mean(of_runs)
+      found.append(
+        {
+          'dataset': dataset,
+          'metric': metric,
+          'group': group,
+          'mean': mean,
+          'stderr': stderr,
+          'num_runs': len(of_runs),
+          'baseline': first,
+          'p': None if group == first else welch_p(of_runs, by_group[first]),
+        }
+      )
+  return found
 
 
 def paired(values: np.ndarray, baseline: np.ndarray) -> dict[str, float | None]:

@@ -13,7 +13,7 @@ T_n = log sum over the M members of p(y_n), the candidate c makes it
 so a step takes O(C N), independent of the number of classes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from het_plugin.system import ranges
 from het_plugin.system.ranges import Count
 
 MIN_IMPROVEMENT = 1e-9  # nats; smaller improvements are rounding
+SCORE = 'precision_at_1'  # chooses the members of a soup
 
 
 @ranges.checked
@@ -79,3 +80,22 @@ def mixture_log_prob(log_probs: Iterable[np.ndarray], weights: np.ndarray) -> np
   if mixtures is None:
     raise ValueError('a mixture needs at least one candidate')
   return mixtures
+
+
+def greedy_soup(
+  alone: Sequence[Mapping[str, float]], try_with: Callable[[list[int]], float]
+) -> list[int]:
+  """The members of a greedy soup, the best candidate first.
+
+  Candidates are tried from the best to the worst by precision@1, equal ones by NLL. One stays in if
+  the precision@1 of the average with it is at least as high as without. `alone` has both values of
+  each candidate, and `try_with` maps candidates to the precision@1 of their average.
+  """
+  order = sorted(range(len(alone)), key=lambda i: (-alone[i][SCORE], alone[i]['nll']))
+  members = order[:1]
+  best = alone[order[0]][SCORE]
+  for candidate in order[1:]:
+    if (score := try_with([*members, candidate])) >= best:
+      members = [*members, candidate]
+      best = score
+  return members

@@ -123,14 +123,6 @@ def test_data_sets_of_a_run_and_settings_of_a_method(files, run_main, tmp_path):
   assert 'Average over data sets and settings' in printed
 
 
-def test_averages_have_the_same_digits_in_every_process():
-  means = [1e16, 1.0, -1e16, 2.0, 3e16, 5.0, -3e16]  # whose sum depends on their order
-  about = {'run': 'a', 'shots': 1, 'stderr': None}
-  rows = [{**about, 'dataset': f'set{i}', 'mean': x} for i, x in enumerate(means)]
-  (found,) = fewshot.averages(rows)
-  assert found['mean'] == np.mean(means)
-
-
 def test_earlier_results_side_by_side(files, run_main, tmp_path):
   for run in ('clean', 'noisy'):
     run_main(

@@ -13,21 +13,6 @@ from het_plugin.experiments import trainings
 from het_plugin.training import checkpoint_reader
 
 
-def test_a_greedy_soup_keeps_what_does_not_harm():
-  tried = []
-
-  def try_with(members):
-    tried.append(members)
-    return {(2, 0): 0.7, (2, 0, 1): 0.6}[tuple(members)]
-
-  alone = [(0.6, 1.0), (0.6, 1.5), (0.7, 2.0)]
-  alone = [{'precision_at_1': accuracy, 'nll': nll} for accuracy, nll in alone]
-  assert soup.greedy_soup(alone, try_with) == [2, 0]
-  assert tried == [[2, 0], [2, 0, 1]]
-  worse = alone[2] | {'nll': 3.0}  # the best single candidate is the first member
-  assert soup.greedy_soup([worse, alone[2]], lambda members: 0.0) == [1]
-
-
 @pytest.mark.slow
 def test_a_soup_is_a_run_whose_parameters_are_the_mean(digits_run, run_main, tmp_path):
   run, _ = digits_run

@@ -9,7 +9,7 @@ from scipy import special
 from het_plugin import rows
 from het_plugin.evaluation import candidates
 from het_plugin.measures import rankme
-from het_plugin.measures.greedy_ensemble import greedy_ensemble, mixture_log_prob
+from het_plugin.measures.greedy_ensemble import greedy_ensemble, greedy_soup, mixture_log_prob
 from het_plugin.measures.ranking import best_first, rank_agreement
 
 
@@ -154,3 +154,18 @@ def test_rankme_of_more_examples_than_the_bound_is_a_fixed_choice():
   np.testing.assert_array_equal(few, rankme.singular_values(features, max_examples=100))
   whole = rankme.singular_values(features)
   assert 0.1 < np.square(few).sum() / np.square(whole).sum() < 0.3  # a fifth of the rows
+
+
+def test_a_greedy_soup_keeps_what_does_not_harm():
+  tried = []
+
+  def try_with(members):
+    tried.append(members)
+    return {(2, 0): 0.7, (2, 0, 1): 0.6}[tuple(members)]
+
+  alone = [(0.6, 1.0), (0.6, 1.5), (0.7, 2.0)]
+  alone = [{'precision_at_1': accuracy, 'nll': nll} for accuracy, nll in alone]
+  assert greedy_soup(alone, try_with) == [2, 0]
+  assert tried == [[2, 0], [2, 0, 1]]
+  worse = alone[2] | {'nll': 3.0}  # the best single candidate is the first member
+  assert greedy_soup([worse, alone[2]], lambda members: 0.0) == [1]

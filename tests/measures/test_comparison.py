@@ -82,3 +82,11 @@ def test_groups_of_seeds():
   assert math.isinf(mean) and math.isnan(error)
   expected = scipy.stats.ttest_ind(a, b, equal_var=False).pvalue
   assert comparison.welch_p(a, b) == pytest.approx(expected) and expected < 0.01
+
+
+def test_averages_have_the_same_digits_in_every_process():
+  means = [1e16, 1.0, -1e16, 2.0, 3e16, 5.0, -3e16]  # whose sum depends on their order
+  about = {'run': 'a', 'shots': 1, 'stderr': None}
+  rows = [{**about, 'dataset': f'set{i}', 'mean': x} for i, x in enumerate(means)]
+  (found,) = comparison.averages(rows)
+  assert found['mean'] == np.mean(means)
