@@ -128,9 +128,7 @@ def from_files(settings: Settings) -> comparison.Results:
   of_runs = {}
   chosen = choose_names(names, train, distinct=False)
   for name, *pair in zip(chosen, train, settings.test, strict=True):
-    sources = map(runs.sources.open_source, pair)
-    halves = [source.rows(split) for source, split in zip(sources, ('train', None), strict=True)]
-    halves[1] = rows_lib.paired(pair, halves[0].meaning, halves[1])
+    halves = runs.sources.read_pair(pair)
     run, colon, dataset = name.partition(':') if names else (name, '', '')
     dataset = dataset if colon else halves[0].provenance.get('dataset', 'saved')
     datasets = of_runs.setdefault(run, {})

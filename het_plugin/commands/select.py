@@ -26,8 +26,7 @@ import numpy as np
 from het_plugin import evaluation, measures, reporting, runs
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Gin, Repeated, ResultFiles
-from het_plugin.evaluation.names import naming
-from het_plugin.measures import fewshot, greedy_ensemble, votes
+from het_plugin.measures import fewshot, greedy_ensemble
 from het_plugin.measures import knn as neighbors
 from het_plugin.measures.ranking import best_first, rank_agreement
 from het_plugin.system.ranges import NOT_EMPTY, Count, Positive, Seeds
@@ -134,7 +133,10 @@ def rank(settings: Settings) -> reporting.Report:
   rows = [_measured(name, [source], settings) for name, source in zip(names, train, strict=True)]
   order = best_first([row['accuracy'][k[0]] for row in rows])
   for i in order[:num_kept]:
-    rows[i]['few_shot'] = _few_shot(train[i], test[i], **settings.chosen('shots', 'seeds', 'l2'))
+    fit, new = _halves((train[i], test[i]))
+    given = settings.chosen('shots', 'seeds', 'l2')
+    found = fewshot.few_shot(fit.x, fit.y, new.x, new.y, train_index=fit.index, **given)
+    rows[i]['few_shot'] = found
   rows = [rows[i] for i in order]
   kept = rows[:num_kept]
   proxy = [row['accuracy'][k[0]] for row in kept]
@@ -277,27 +279,18 @@ def _figure(png: bytes, caption: str) -> dict[str, reporting.Figure]:
   return {'plot': reporting.Figure(png, caption)}
 
 
-def _labelled(
-  texts: Sequence[str], sources: Sequence[runs.sources.Source]
-) -> list[tuple[rows_lib.Rows, np.ndarray]]:
-  """Rows of a training source, and of a test source if there is one, and the label of each."""
-  found = [source.rows(split) for source, split in zip(sources, ('train', None), strict=False)]
-  if len(found) == 2:
-    found[1] = rows_lib.paired(texts, found[0].meaning, found[1])
-  labelled = []
-  for text, rows in zip(texts, found, strict=True):
-    with naming(text):
-      labelled.append((rows, rows.consensus))
-  return labelled
+def _halves(texts: Sequence[str]) -> list[fewshot.Split]:
+  """A training split, and a test split if there is one."""
+  return list(map(evaluation.fewshot.split_of, runs.sources.read_pair(texts), texts))
 
 
 def _measured(name: str, sources: Sequence[str], settings: Settings) -> dict[str, Any]:
   """The row of a candidate in the JSON, from (train, test), or leaving one out from (train,)."""
-  opened = [*map(runs.sources.open_source, sources)]
-  file, *of_test = map(runs.sources.file_of, opened, ('train', None)[: len(opened)])
+  opened = map(runs.sources.open_source, sources)
+  file, *of_test = map(runs.sources.file_of, opened, ('train', None)[: len(sources)])
   if file in of_test and file is not None:
     raise ValueError(f'--train={sources[0]} and --test={sources[1]} are one file, {file}')
-  arrays = [x for rows, y in _labelled(sources, opened) for x in (rows.features, y)]
+  arrays = [x for half in _halves(sources) for x in (half.x, half.y)]
   sigma = measures.rankme.singular_values(arrays[0], settings.max_examples)
   return {
     'candidate': name,
@@ -320,25 +313,15 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-def _few_shot(train: str, test: str, **settings) -> dict[float, fewshot.FewShotResult]:
-  """{shots: result} of a candidate."""
-  sources = train, test
-  (fit, y), (new, new_y) = _labelled(sources, [*map(runs.sources.open_source, sources)])
-  return fewshot.few_shot(fit.features, y, new.features, new_y, train_index=fit.index, **settings)
-
-
 def _mixture_scores(
   sources: Sequence[str], split: str, weights: np.ndarray
 ) -> list[tuple[float, float]]:
   """(NLL, accuracy) of mixtures of the candidates with weights [E, C]."""
-  label = evaluation.candidates.read_softmax_predictions(sources[0], split).label
+  labels = evaluation.candidates.read_softmax_predictions(sources[0], split).labels
   log_probs = greedy_ensemble.mixture_log_prob(
     (evaluation.candidates.read_softmax_predictions(source, split).log_prob for source in sources),
     weights,
   )
-  scores = []
-  for log_prob in log_probs:  # [N, K]
-    nll = -np.take_along_axis(log_prob, label[:, None], axis=1).mean()
-    right = votes.top_shares(log_prob)[np.arange(len(label)), label]
-    scores.append((float(nll), float(right.mean())))
-  return scores
+  log_probs = np.minimum(log_probs, 0.0)  # sums may round to above 1
+  scored = (measures.uncertainty.score_examples(x, labels, ks=(1,)) for x in log_probs)
+  return [(float(x.nll.mean()), float(x.precision[1].mean())) for x in scored]

@@ -92,10 +92,15 @@ def read(
   for split, bound in dataset.splits:
     settings = _settings(dataset, batch_size)
     rows = run.rows(split, (column,), max_examples=bound, **settings)
-    with naming(f'{dataset.task}, split {split}'):
-      halves.append(fewshot.Split(rows[column], rows.consensus, rows.index))
+    halves.append(split_of(rows, f'{dataset.task}, split {split}', column))
   train, test = halves
   return train, test
+
+
+def split_of(rows: rows_lib.Rows, name: str, column: str = 'features') -> fewshot.Split:
+  """A column with one label a row (`Rows.consensus`); an error of the labels has the name."""
+  with naming(name):
+    return fewshot.Split(rows[column], rows.consensus, rows.index)
 
 
 def _settings(dataset: FewShotDataset, batch_size: int) -> dict[str, Any]:

@@ -230,6 +230,19 @@ def halves(text: str) -> tuple[str, str | None]:
   )
 
 
+def read_pair(texts: Sequence[str]) -> list[Rows]:
+  """Rows with features of a training source, and of a test source if there is one (`rows.paired`).
+
+  Raises:
+    ValueError: as `open_source` and `rows.paired` do.
+  """
+  splits = ('train', None)[: len(texts)]
+  found = [open_source(text).rows(split) for text, split in zip(texts, splits, strict=True)]
+  if len(found) == 2:
+    found[1] = rows_lib.paired(texts, found[0].meaning, found[1])
+  return found
+
+
 def file_of(source: Source, split: str | None) -> str | None:
   """The file, as `rows.read` takes it, that has the rows; None if they are computed."""
   return source.file(split) if isinstance(source, _File) else None
