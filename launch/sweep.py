@@ -9,8 +9,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from absl import flags
+
 from het_plugin import reporting
-from het_plugin.system import flag_values, run_files
+from het_plugin.commands import train
+from het_plugin.system import flag_values, run_files, screen
 
 HEAD = 'head'
 MODEL_DIR = 'MODEL_DIR'
@@ -52,6 +55,23 @@ def split_binding(binding: str) -> tuple[str, str]:
   if not (name and value):
     raise ValueError(f'--gin_bindings={binding!r} must be NAME=VALUE')
   return name, value
+
+
+def given_flags() -> list[str]:
+  """The flags of training on the command line, as arguments of training.
+
+  They include those of JAX and of the log, without gin's (`make_jobs` has these).
+  """
+  of_gin = {'gin_file', 'gin_bindings', 'gin_search_paths', 'given', 'words'}
+  ours = {field.name for field in dataclasses.fields(train.Settings)} - of_gin
+  modules = 'jax', 'absl.logging', screen.__name__
+  return [
+    flag.serialize()
+    for module, defined in sorted(flags.FLAGS.flags_by_module_dict().items())
+    for flag in defined
+    if flag.present
+    and (flag.name in ours or module in modules or module.partition('.')[0] == 'jax')
+  ]
 
 
 def make_jobs(

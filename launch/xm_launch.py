@@ -41,8 +41,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from het_plugin import reporting
-from het_plugin.cli import command_line, training_flags
-from het_plugin.cli.settings import Gin, Repeated
+from het_plugin.cli import command_line
+from het_plugin.cli.settings import Repeated
+from het_plugin.commands import train
 from het_plugin.config import parsing
 from het_plugin.planning import slices
 from het_plugin.system.ranges import Count
@@ -78,7 +79,7 @@ FAILED = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(render.Pods, training_flags.Training, Gin):
+class Settings(render.Pods, train.Settings):
   """What is launched, and where.
 
   Attributes:
@@ -333,7 +334,7 @@ def run(settings: Settings) -> None:
     *settings.gin,
     settings.heads,
     settings.sweep,
-    training_flags.given_flags(),
+    sweep.given_flags(),
   )
   check_heads(settings.heads)
   described = [description(settings, index, job, len(jobs)) for index, job in enumerate(jobs)]

@@ -97,9 +97,6 @@ def run(settings: Settings) -> reporting.Report:
     settings.refuse((*_OF_FITS, 'write_pred_probs'), '--pred_probs, which is not fitted')
   if settings.write_pred_probs and not settings.write_pred_probs.endswith('.npy'):
     raise ValueError(f'--write_pred_probs={settings.write_pred_probs} must end in .npy')
-  source = settings.train or ''
-  if source and suggest:
-    _check_suggested(suggest, source, settings.split)
   examples = None
   if settings.dataset:
     examples = evaluation.examples.Examples.of(settings.dataset, settings.split)
@@ -108,21 +105,17 @@ def run(settings: Settings) -> reporting.Report:
       f'--suggest={suggest} needs --dataset=image_folder:PATH, parquet:PATH or webdataset:PATTERN, '
       'whose examples it names'
     )
+  source = settings.train or ''
   if settings.checkpoint:
     (source,) = settings.represented('het_plugin.audit', [settings.split])
-    if suggest:
-      _check_suggested(suggest, source, settings.split)
+  if suggest:
+    file = runs.sources.file_of(runs.sources.open_source(source), settings.split)
+    named = files.partition_source(file or '')[0].split(',')
+    read = [file for x in named for file in (shards.names(x) if '*' in x else [x])]
+    if Path(suggest).resolve() in (Path(x).resolve() for x in read):
+      raise ValueError(f'--suggest={suggest} is read by the audit: name another file')
   probs = settings.write_pred_probs, settings.pred_probs
   return report(source, fits, examples, settings.rounds, *probs, settings.unfinished)
-
-
-def _check_suggested(path: str, source: str, split: str) -> None:
-  """Raises ValueError if a file that is read would be replaced."""
-  opened = runs.sources.open_source(source)
-  named = files.partition_source(runs.sources.file_of(opened, split) or '')[0].split(',')
-  read = [file for x in named for file in (shards.names(x) if '*' in x else [x])]
-  if Path(path).resolve() in (Path(x).resolve() for x in read):
-    raise ValueError(f'--suggest={path} is read by the audit: name another file')
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

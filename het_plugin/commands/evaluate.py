@@ -228,13 +228,12 @@ def evaluate_run(
     **settings.chosen('dataset', 'split', 'ood_dataset', 'ood_split'),
   }
   found |= {'class_names': info.shown_names or info.class_names, 'config': run.config.text}
-  evaluated = evaluation.Evaluation(name, run.checkpoint, details, **found)
   if save_to and jax.process_index() == 0:
     about = {'checkpoint': run.checkpoint, 'task': settings.dataset, 'split': settings.split}
     whole = rows_lib.concatenate(kept)
     whole = dataclasses.replace(whole, class_names=info.class_names, provenance=about)
-    rows_lib.write(save_to / f'{evaluated.file_name}.npz', whole)
-  return evaluated
+    rows_lib.write(save_to / f'{evaluation.uncertainty_report.file_name(name)}.npz', whole)
+  return evaluation.Evaluation(name, run.checkpoint, details, **found)
 
 
 def _scored(
@@ -279,14 +278,16 @@ def _open(
 ) -> tuple[data.BatchIterator, int]:
   """`open_split` of the settings with this prefix, '' or 'ood_', until the stack is closed."""
   task, split = (getattr(settings, f'{prefix}{name}') for name in ('dataset', 'split'))
+  changes.setdefault('batch_size', settings.batch_size)
   with naming(f'--{prefix}dataset={task}'):
-    given: dict[str, Any] = {
-      'task': task,
-      'name': f'--{prefix}split={split}',
-      'bound': '--max_examples',
-      'batch_size': settings.batch_size,
-    }
-    opened = run.open_split(split, settings.max_examples, **{**given, **changes})
+    opened = run.open_split(
+      split,
+      settings.max_examples,
+      task=task,
+      name=f'--{prefix}split={split}',
+      bound='--max_examples',
+      **changes,
+    )
     return stack.enter_context(opened)
 
 

@@ -16,14 +16,24 @@ To continue after an interruption, run it again. Exit codes:
 
 import dataclasses
 
-from het_plugin.cli.settings import Gin
-from het_plugin.cli.training_flags import Training
+from het_plugin.cli.settings import Gin, Processes
 from het_plugin.system import stopping
+from het_plugin.system.ranges import Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Gin, Training):
-  """What gin does not say of a training."""
+class Settings(Gin, Processes):
+  """What gin does not say of a training.
+
+  Attributes:
+    stall_timeout_seconds: How long training may make no progress before its processes end: more
+      than the longest compilation, restore or action takes.
+    accept_config_changes: Resumes a run although its configuration may now give other results; the
+      old one is kept.
+  """
+
+  stall_timeout_seconds: Count = 1800
+  accept_config_changes: bool = False
 
 
 def run(settings: Settings) -> None:

@@ -67,10 +67,6 @@ class Evaluation:
   class_names: Sequence[str] | None = None  # as shown; None shows numbers
   config: str | None = None  # gin text; None for a file
 
-  @property
-  def file_name(self) -> str:
-    return file_name(self.name)
-
   def class_name(self, k: int) -> str:
     return str(k) if self.class_names is None else self.class_names[k]
 
@@ -250,7 +246,7 @@ def _plots(
         anchor=numbers['anchor_name'],
         neighbours=[(x['name'], x['correlation']) for x in numbers['most_correlated']],
       )
-      found[f'covariance_{evaluation.file_name}_{look.index}'] = reporting.Figure(
+      found[f'covariance_{file_name(evaluation.name)}_{look.index}'] = reporting.Figure(
         png,
         f'{evaluation.name}, example {look.index}: which logits go up and down together.',
         f'Class correlations of example {look.index}.',

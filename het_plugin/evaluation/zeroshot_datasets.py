@@ -91,25 +91,22 @@ def run_tokenizer(dataset_cfg: DatasetConfig) -> Tokenizer:
   return Tokenizer(vocabulary, length)
 
 
+@dataclasses.dataclass(frozen=True)
 class ZeroShotEvaluator:
   """Evaluates runs; compiles once per run and number of classes.
 
   All processes call its methods with the same arguments.
+
+  Attributes:
+    tokenizer: the tokenizer of the model's training.
+    batch_size: global batch, of images and of texts.
+    num_samples: number of samples of the noise under which classes are ranked by their probability
+      (Collier et al. 2023, appendix M); not for captions. 0 ranks by the deterministic embeddings.
   """
 
-  def __init__(self, tokenizer: Tokenizer, batch_size: int, num_samples: int = 0):
-    """Reads and compiles nothing yet.
-
-    Args:
-      tokenizer: the tokenizer of the model's training.
-      batch_size: global batch, of images and of texts.
-      num_samples: number of samples of the noise under which classes are ranked by their
-        probability (Collier et al. 2023, appendix M); not for captions. 0 ranks by the
-        deterministic embeddings.
-    """
-    self._tokenizer = tokenizer
-    self._batch_size = batch_size
-    self._num_samples = num_samples
+  tokenizer: Tokenizer
+  batch_size: int
+  num_samples: int = 0
 
   def check(self, run: Run, dataset: ZeroShotDataset) -> int:
     """Checks model, data set and settings before anything is compiled or read.
@@ -123,14 +120,14 @@ class ZeroShotEvaluator:
     Returns:
       The size of the data set.
     """
-    check_model(run.model, self._num_samples)
-    run.partitioner.check_batch_size(self._batch_size)
+    check_model(run.model, self.num_samples)
+    run.partitioner.check_batch_size(self.batch_size)
     if not has_captions(dataset):
       _class_names(dataset)
       prompts.get_templates(dataset.templates)
-    elif self._num_samples:
+    elif self.num_samples:
       raise ValueError(
-        f'num_samples={self._num_samples} is for classes; {dataset.task!r} has captions, which are '
+        f'num_samples={self.num_samples} is for classes; {dataset.task!r} has captions, which are '
         'found by the deterministic embeddings: set 0'
       )
     with self._open(run, dataset) as (_, num_examples):
@@ -150,7 +147,7 @@ class ZeroShotEvaluator:
     self, run: Run, dataset: ZeroShotDataset, on_rows: Callable[[int], None]
   ) -> zeroshot.Accuracy:
     model = run.model
-    num_samples = self._num_samples
+    num_samples = self.num_samples
     info = classification_info(dataset.task)
     multi_label = info.multi_label and not info.annotators
 
@@ -172,7 +169,7 @@ class ZeroShotEvaluator:
 
     names = _class_names(dataset)
     templates = prompts.get_templates(dataset.templates)
-    tokens = (self._tokenizer(prompts.fill(x, names)) for x in templates)
+    tokens = (self.tokenizer(prompts.fill(x, names)) for x in templates)
     embeddings, alike = zeroshot.class_embeddings(functools.partial(self._embed, run), tokens)
     replicated = NamedSharding(run.partitioner.mesh, PartitionSpec())
     classes = jax.make_array_from_callback(embeddings.shape, replicated, lambda i: embeddings[i])
@@ -225,7 +222,7 @@ class ZeroShotEvaluator:
     with self._open(run, dataset) as (batches, _):
       if has_captions(dataset):
         batches = ({**batch, 'digest': digests(batch['image'])} for batch in batches)
-      for found in compute(params, batches, self._batch_size, dataset.max_examples):
+      for found in compute(params, batches, self.batch_size, dataset.max_examples):
         if hits:
           found['hits'] = hits(found)
           del found['scores']
@@ -236,31 +233,31 @@ class ZeroShotEvaluator:
 
   def _embed(self, run: Run, tokens: np.ndarray) -> np.ndarray:
     """float32 [N, D] of token ids int32 [N, L]."""
-    own = run.partitioner.batch_rows(self._batch_size)
+    own = run.partitioner.batch_rows(self.batch_size)
     last = len(tokens) - 1
 
     def embed_texts(params: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
       return {'text': run.model.text_embeddings(params, batch['text']).astype(jnp.float32)}
 
     def batches() -> Iterator[dict[str, np.ndarray]]:
-      for start in range(0, len(tokens), self._batch_size):
+      for start in range(0, len(tokens), self.batch_size):
         rows = start + own
         # The last text fills the last batch, so that no text is empty.
         yield {'text': tokens[np.minimum(rows, last)], 'mask': (rows <= last).astype(np.float32)}
 
     compute = run.per_example('zeroshot.texts', embed_texts)
-    found = compute(run.params, batches(), self._batch_size)
+    found = compute(run.params, batches(), self.batch_size)
     return np.concatenate([rows['text'] for rows in found])
 
   def _open(self, run: Run, dataset: ZeroShotDataset) -> contextlib.AbstractContextManager:
     features: dict[str, Any] = {}
     if has_captions(dataset):
-      features = {'text_length': self._tokenizer.length, 'vocabulary': self._tokenizer.vocabulary}
+      features = {'text_length': self.tokenizer.length, 'vocabulary': self.tokenizer.vocabulary}
     return run.open_split(
       dataset.split,
       dataset.max_examples,
       task=dataset.task,
-      batch_size=self._batch_size,
+      batch_size=self.batch_size,
       resize=dataset.resize,
       **features,
     )

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -197,8 +197,11 @@ class Configuration:
 
     channels = checkpoint.channels(shapes_of)
     init = functools.partial(initial_variables, model, lengths, channels)
-    specs, target = _placement(model, partitioner, init)
-    flat = traverse_util.flatten_dict(target, sep='/')
+    axes, state = initial_state.placed(
+      lambda: state_lib.TrainState.create(model.optimizer_def, init()), partitioner
+    )
+    specs = axes.params
+    flat = traverse_util.flatten_dict(state.params, sep='/')
     params = checkpoint.params_to(flat, model, self.evaluates_ema)
     if len(params) < len(flat):  # a published file has no head for the model
       fresh = partitioner.partition(lambda: init()['params'], (), specs)()
@@ -286,11 +289,7 @@ def open_run(
 ) -> Run:
   """Opens a checkpoint on a mesh of the devices here; collective.
 
-  Args:
-    checkpoint, gin_files, bindings, search_paths, published: see `configuration`.
-
-  Returns:
-    The run, with the parameters that it is evaluated with.
+  The arguments are those of `configuration`. The run has the parameters that it is evaluated with.
 
   Raises:
     ValueError: as in `configuration`, or the parameters do not fit the model.
@@ -373,11 +372,3 @@ def initial_variables(model: Any, lengths: Mapping[str, int], channels: int) -> 
   if 'text' in lengths:
     shapes['text'] = (1, lengths['text'])
   return model.get_initial_variables(jax.random.key(0), shapes)
-
-
-def _placement(model: Any, partitioner: Any, init: Callable[[], PyTree]) -> tuple[PyTree, PyTree]:
-  """PartitionSpecs, and shapes with shardings, of the parameters."""
-  axes, state = initial_state.placed(
-    lambda: state_lib.TrainState.create(model.optimizer_def, init()), partitioner
-  )
-  return axes.params, state.params

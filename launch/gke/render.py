@@ -32,8 +32,9 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-from het_plugin.cli import command_line, training_flags
-from het_plugin.cli.settings import CommandSettings, Gin, Repeated
+from het_plugin.cli import command_line
+from het_plugin.cli.settings import CommandSettings, Repeated
+from het_plugin.commands import train
 from het_plugin.planning import report, search, slices, worker
 from het_plugin.system.ranges import Count
 from launch import sweep
@@ -86,7 +87,7 @@ OF_PODS = tuple(Pods.__annotations__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JobSettings(Pods, training_flags.Training, Gin):
+class JobSettings(Pods, train.Settings):
   """What a JobSet runs.
 
   Attributes:
@@ -100,7 +101,7 @@ class JobSettings(Pods, training_flags.Training, Gin):
   @property
   def job(self) -> sweep.Job:
     """The run."""
-    train_flags = training_flags.given_flags()
+    train_flags = sweep.given_flags()
     (job,) = sweep.make_jobs(self.model_dir, *self.gin, train_flags=train_flags)
     return job
 

@@ -3,9 +3,8 @@
 import pytest
 from absl import flags
 
-from het_plugin.cli import training_flags
 from het_plugin.commands import train
-from launch import xm_launch
+from launch import sweep, xm_launch
 from launch.gke import render
 
 GIVEN = [
@@ -23,9 +22,9 @@ def test_all_flags_of_training_are_taken(launcher, parsed_flags):
     of_training = set(flags.FLAGS) - before
   with parsed_flags(launcher, *GIVEN):
     assert of_training <= set(flags.FLAGS)
-    assert sorted(training_flags.given_flags()) == sorted(GIVEN)
+    assert sorted(sweep.given_flags()) == sorted(GIVEN)
   with parsed_flags(launcher):
-    assert training_flags.given_flags() == []
+    assert sweep.given_flags() == []
 
 
 def test_a_jobset_hands_them_on(run_main):
