@@ -116,6 +116,7 @@ class ConvNeXt(nn.Module):
       responses.
     norm_epsilon: added to the variance.
     last_epsilon: added to the variance of the normalisation after pooling; None for norm_epsilon.
+    projection_size: width of a linear layer without bias after it, as in open_clip; None for none.
     stochastic_depth, dtype, remat: as in `ResNet`.
 
   Raises:
@@ -130,6 +131,7 @@ class ConvNeXt(nn.Module):
   remat: Remat = 'none'
   norm_epsilon: Rate = 1e-6
   last_epsilon: Rate | None = None
+  projection_size: Count | None = None
 
   def __post_init__(self):
     ranges.check(self)
@@ -139,7 +141,7 @@ class ConvNeXt(nn.Module):
   @property
   def pre_logits_dim(self) -> int:
     """Width of phi: 768 for T."""
-    return self.width * 2 ** (len(self.depths) - 1)
+    return self.projection_size or self.width * 2 ** (len(self.depths) - 1)
 
   @nn.compact
   def __call__(
@@ -178,6 +180,8 @@ class ConvNeXt(nn.Module):
       intermediates[f'stage{stage}'] = x
     last = self.norm_epsilon if self.last_epsilon is None else self.last_epsilon
     phi = Norm(epsilon=last, name='norm')(x.astype(jnp.float32).mean(axis=(1, 2)))  # [B, D]
+    if self.projection_size:
+      phi = Dense(self.projection_size, ('embed', 'kv'), use_bias=False, name='projection')(phi)
     phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))
     return phi, intermediates
 

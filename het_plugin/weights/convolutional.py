@@ -18,6 +18,7 @@ stem       stem.0 embeddings.patch_embeddings stages.0.downsample_layers.0
 stem_norm  stem.1 embeddings.layernorm stages.0.downsample_layers.1
 norm       head.norm layernorm layer_norm
 head       head.fc classifier
+projection head.proj
 """)
 _CONVNEXT_INNER = renaming.table("""
 depthwise    conv_dw dwconv depthwise_conv
@@ -73,6 +74,8 @@ def _read_convnext(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) 
     'width': flat['stem/kernel'].shape[-1],
     'version': 'v1' if 'stage1_block01/layer_scale' in flat else 'v2',
   }
+  if 'projection/kernel' in flat:
+    settings['projection_size'] = flat['projection/kernel'].shape[1]
   if config.get('hidden_act', 'gelu') != 'gelu':
     raise ValueError(f"hidden_act={config['hidden_act']!r} in config.json must be 'gelu'")
   if config.get('global_pool', 'avg') != 'avg':

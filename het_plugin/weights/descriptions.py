@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 # What vision_cfg may have: the rest is read, or told by shapes.
 _OPEN_CLIP_IMAGE = re.compile(
   r'image_size|layers|width|head_width|mlp_ratio|patch_size|patch_dropout|no_ln_pre|'
-  r'pos_embed_type|final_ln_after_pool|pool_type|output_tokens'
+  r'pos_embed_type|final_ln_after_pool|pool_type|output_tokens|act_kwargs|norm_kwargs'
 )
 # timm's names of activations, and transformers'.
 _TIMM_ACTIVATIONS = {
@@ -149,7 +149,10 @@ _FIXED = {
 
 def read_config(path: epath.PathLike) -> dict[str, Any]:
   """Settings from the descriptions beside a file: config.json, preprocessor_config.json,
-  processor_config.json (transformers 5), open_clip_config.json and the tokenizer's.
+  processor_config.json (transformers 5) and the tokenizer's.
+
+  A file whose name begins with open_clip, or that has none of these beside it, is described by
+  open_clip_config.json instead.
 
   Raises:
     ValueError: a description is no JSON object, or says what cannot be read.
@@ -158,6 +161,9 @@ def read_config(path: epath.PathLike) -> dict[str, Any]:
   folder = file.parent
   names = (pixels.OPEN_CLIP, pixels.CONFIG, pixels.PREPROCESSOR, pixels.PROCESSOR)
   beside = {name: found for name in names if (found := _json(folder / name)) is not None}
+  if pixels.OPEN_CLIP in beside and len(beside) > 1:  # of another file with the same model
+    is_open_clip = file.name.startswith('open_clip')
+    beside = {x: y for x, y in beside.items() if (x == pixels.OPEN_CLIP) == is_open_clip}
   read: dict[str, Any] = {}
   for name, settings in beside.items():
     if name == pixels.OPEN_CLIP:
@@ -181,7 +187,7 @@ def read_config(path: epath.PathLike) -> dict[str, Any]:
       f'{path} is an adapter (LoRA): merge it into its base model, and save that as a whole'
     )
   read = {**read, **read.pop('vision_config', {}), **read.pop('pretrained_cfg', {})}
-  made = pixels.read(beside, file.name.startswith('open_clip'))
+  made = pixels.read(beside)
   if made is None:
     return read
   return {**read, 'pixels': made, **{name: made[name] for name in ('image_mean', 'image_std')}}
@@ -328,7 +334,7 @@ def _of_open_clip(settings: Mapping[str, Any]) -> dict[str, Any]:
   model = settings['model_cfg']
   image = model['vision_cfg']
   text = model.get('text_cfg', {})
-  activation = 'quick_gelu' if model.get('quick_gelu') else 'gelu'
+  is_quick = bool(model.get('quick_gelu'))
   read: dict[str, Any] = {}
   if name := image.get('timm_model_name'):
     read = {'architecture': name, 'projects': not image.get('timm_proj')}
@@ -343,22 +349,33 @@ def _of_open_clip(settings: Mapping[str, Any]) -> dict[str, Any]:
       raise ValueError(f"pool_type={pool!r} in {pixels.OPEN_CLIP} must be 'tok' or 'avg'")
     read = {
       'num_attention_heads': image['width'] // image.get('head_width', 64),
-      'hidden_act': activation,
-      'layer_norm_eps': 1e-5,
+      **_blocks_of_open_clip(image, is_quick),
       'global_pool': {'tok': 'token', 'avg': 'avg'}[pool],
       'pools_first': bool(image.get('final_ln_after_pool')),
     }
-  form = (
-    text.get('pool_type', 'argmax'),
-    text.get('no_causal_mask', False),
-    text.get('proj_bias', False),
-  )
-  of_text = {
-    'num_attention_heads': text.get('heads'),
-    'hidden_act': activation if form[0] == 'argmax' else None,
-  }
-  if 'hf_model_name' in text or form not in (('argmax', False, False), ('last', True, True)):
+  of_text = {'num_attention_heads': text.get('heads'), **_blocks_of_open_clip(text, is_quick)}
+  usual = {'pool_type': 'argmax', 'no_causal_mask': False, 'proj_bias': False}
+  form = {name: text.get(name, value) for name, value in usual.items()}
+  if 'hf_model_name' in text:
+    of_text['unread'] = 'the text tower is one of transformers, unlike those of CLIP and SigLIP'
+  elif tuple(form.values()) not in (('argmax', False, False), ('last', True, True)):
     of_text['unread'] = (
-      f'the text tower pools by {form[0]}, or is one of transformers, unlike CLIP and SigLIP'
+      f'the text_cfg of {pixels.OPEN_CLIP} has {form}: CLIP has {usual}, and SigLIP the others'
     )
   return {**read, 'text_config': of_text}
+
+
+def _blocks_of_open_clip(tower: Mapping[str, Any], is_quick: bool) -> dict[str, Any]:
+  """Activation and epsilon of a tower of open_clip."""
+  norm = {'eps': 1e-5} | (tower.get('norm_kwargs') or {})
+  gelu = {'approximate': 'none'} | (tower.get('act_kwargs') or {})
+  if norm.keys() != {'eps'} or gelu not in ({'approximate': 'none'}, {'approximate': 'tanh'}):
+    raise ValueError(
+      f"norm_kwargs={norm} and act_kwargs={gelu} in {pixels.OPEN_CLIP} must have 'eps' alone, and "
+      "'approximate' alone, 'none' or 'tanh'"
+    )
+  exact = 'quick_gelu' if is_quick else 'gelu'
+  return {
+    'hidden_act': 'gelu_pytorch_tanh' if gelu['approximate'] == 'tanh' else exact,
+    'layer_norm_eps': norm['eps'],
+  }

@@ -255,11 +255,11 @@ def of_open_clip(config: Settings, file: str) -> dict[str, Any]:
   }
 
 
-def read(described: Mapping[str, Settings], is_open_clip: bool) -> dict[str, Any] | None:
+def read(described: Mapping[str, Settings]) -> dict[str, Any] | None:
   """`Tower.pixels` from descriptions, {name of a JSON file: what is in it}.
 
-  timm's settings precede those of transformers and of open_clip, which are first for a file of
-  open_clip. None if no file describes the pixels.
+  timm's settings precede those of transformers, and these those of open_clip. None if no file
+  describes the pixels.
 
   Raises:
     ValueError: the settings cannot be read.
@@ -278,5 +278,5 @@ def read(described: Mapping[str, Settings], is_open_clip: bool) -> dict[str, Any
   if processor.keys() & {'size', 'crop_size', 'resample', 'image_processor_type'}:
     makers.append(lambda: of_transformers(processor, file))
   if (open_clip := described.get(OPEN_CLIP)) is not None:
-    makers.insert(0 if is_open_clip else len(makers), lambda: of_open_clip(open_clip, OPEN_CLIP))
+    makers.append(lambda: of_open_clip(open_clip, OPEN_CLIP))
   return makers[0]() if makers else None

@@ -84,7 +84,7 @@ def test_pixels_of_timm(name):
   timm_data = pytest.importorskip('timm').data
   config = {'architecture': 'any', 'pretrained_cfg': TIMM[name]}
   settings = timm_data.resolve_data_config(pretrained_cfg=TIMM[name])
-  found = pixels.read({pixels.CONFIG: config}, is_open_clip=False)
+  found = pixels.read({pixels.CONFIG: config})
   assert largest_difference(found, timm_data.create_transform(**settings)) < 1e-3
 
 
@@ -93,7 +93,7 @@ def test_pixels_of_open_clip(name):
   transform = pytest.importorskip('open_clip').transform
   settings = {'size': 48, **OPEN_CLIP[name]}
   config = {'model_cfg': {'vision_cfg': {'image_size': 48}}, 'preprocess_cfg': OPEN_CLIP[name]}
-  found = pixels.read({pixels.OPEN_CLIP: config}, is_open_clip=True)
+  found = pixels.read({pixels.OPEN_CLIP: config})
   theirs = transform.image_transform_v2(transform.PreprocessCfg(**settings), is_train=False)
   assert largest_difference(found, theirs) < 1e-3
 
@@ -110,7 +110,7 @@ def test_pixels_of_transformers(name, backend):
     {pixels.PREPROCESSOR: {'image_processor_type': kind, **TRANSFORMERS[name]}},
     {pixels.PROCESSOR: {'image_processor': processor.to_dict()}},
   ):
-    found = pixels.read(described, is_open_clip=False)
+    found = pixels.read(described)
     difference = largest_difference(found, lambda x: processor(x)['pixel_values'][0])
     # torchvision's resize of tensors rounds otherwise; DINOv3's does not round.
     assert difference < (1e-3 if backend else 2.01)
@@ -124,14 +124,14 @@ def test_pixels_are_those_of_pillow():
   image = photo(20, 31)
   picture = Image.fromarray(image)
   timm = {'architecture': 'any', 'pretrained_cfg': {'input_size': [3, 8, 8], 'crop_pct': 0.9}}
-  found = pixels.read({pixels.CONFIG: timm}, is_open_clip=False)
+  found = pixels.read({pixels.CONFIG: timm})
   expected = picture.resize((12, 8), Image.Resampling.BICUBIC).crop((2, 0, 10, 8))
   np.testing.assert_array_equal(made(found, image), expected)
-  found = pixels.read({pixels.PREPROCESSOR: CLIP, pixels.CONFIG: {}}, is_open_clip=False)
+  found = pixels.read({pixels.PREPROCESSOR: CLIP, pixels.CONFIG: {}})
   expected = picture.resize((17, 11), Image.Resampling.BICUBIC).crop((4, 1, 12, 9))
   np.testing.assert_array_equal(made(found, image), expected)
   timm['pretrained_cfg'] |= {'crop_mode': 'border', 'mean': [0.2] * 3, 'crop_pct': 1.0}
-  found = pixels.read({pixels.CONFIG: timm, pixels.PREPROCESSOR: CLIP}, is_open_clip=False)
+  found = pixels.read({pixels.CONFIG: timm, pixels.PREPROCESSOR: CLIP})
   image = made(found, image)
   np.testing.assert_array_equal(image[[0, -1]], np.full((2, 8, 3), 51))
   expected = picture.resize((8, 5), Image.Resampling.BICUBIC)
@@ -167,7 +167,7 @@ def test_a_very_narrow_photograph_needs_little_memory(monkeypatch):
 )
 def test_recipes_that_cannot_be_followed_are_named(name, settings, sentence):
   with pytest.raises(ValueError, match=sentence):
-    pixels.read({name: settings}, is_open_clip=False)
+    pixels.read({name: settings})
 
 
 def test_a_run_of_a_published_file_reads_photographs_by_its_recipe(tmp_path, caplog):
@@ -190,7 +190,7 @@ def test_a_run_of_a_published_file_reads_photographs_by_its_recipe(tmp_path, cap
   run = runs.open_run(path)
   assert (run.image_size, run.resize.filter) == (8, 'bicubic')
   assert "Pixels as in preprocessor_config.json: size=8, mode='shortest', crop_f" in caplog.text
-  found = pixels.read({pixels.PREPROCESSOR: CLIP}, is_open_clip=False)
+  found = pixels.read({pixels.PREPROCESSOR: CLIP})
   np.testing.assert_array_equal(first_image(run), preprocess.to_levels(made(found, image)))
   assert run.config.describe()['resize']['crop_fraction'] == pytest.approx(8 / 11)
   nearest = runs.open_run(path, bindings=["ResizeAndCrop.filter = 'nearest'"])

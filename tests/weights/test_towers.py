@@ -318,7 +318,12 @@ OF_SIGLIP |= {'norm_kwargs': {'eps': 1e-6}, 'act_kwargs': {'approximate': 'tanh'
 
 @pytest.mark.parametrize(
   'model, quick_gelu, text',
-  [('CLIP', True, {}), ('CustomTextCLIP', False, {}), ('CustomTextCLIP', False, OF_SIGLIP)],
+  [
+    ('CLIP', True, {}),
+    ('CustomTextCLIP', False, {'norm_kwargs': {'eps': 0.1}}),
+    ('CustomTextCLIP', False, OF_SIGLIP),
+    ('CustomTextCLIP', False, OF_SIGLIP | {'act_kwargs': None}),
+  ],
 )
 def test_parity_with_open_clip(model, quick_gelu, text, tmp_path):
   torch = pytest.importorskip('torch')
@@ -344,7 +349,7 @@ def test_parity_with_open_clip(model, quick_gelu, text, tmp_path):
 
   image = np.random.default_rng(0).random((2, 28, 28, 3)).astype(np.float32)
   pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
-  end = 1 if text else 98
+  end = 1 if 'pool_type' in text else 98
   rows = [[5, 3, 33, end], [7, end]]
   ids = np.asarray([[*row, *[end] * (9 - len(row))] for row in rows])
   with torch.no_grad():
@@ -361,6 +366,10 @@ def test_towers_of_open_clip_that_pool_otherwise_are_refused(tmp_path):
   for image, sentence in (
     ({'width': 64, 'pool_type': 'none'}, "pool_type='none' .* must be 'tok' or 'avg'"),
     ({'width': 64, 'attentional_pool': True}, 'attentional_pool=True .* cannot be read'),
+    (
+      {'width': 64, 'act_kwargs': {'inplace': True}},
+      "act_kwargs=.* must have .*'approximate' alone",
+    ),
   ):
     config = {'vision_cfg': image, 'text_cfg': {}}
     (tmp_path / 'open_clip_config.json').write_text(json.dumps({'model_cfg': config}))
@@ -371,7 +380,11 @@ def test_towers_of_open_clip_that_pool_otherwise_are_refused(tmp_path):
   (tmp_path / 'open_clip_config.json').write_text(json.dumps({'model_cfg': config}))
   config = weights.read_config(path)
   assert config['num_attention_heads'] == 1
-  with pytest.raises(ValueError, match='the text tower .* is one of transformers'):
+  # Many models of the hub have a file of timm or of transformers, too, with its own config.json.
+  (tmp_path / 'config.json').write_text('{"num_attention_heads": 4}')
+  assert weights.read_config(path) == config
+  assert weights.read_config(tmp_path / 'model.safetensors') == {'num_attention_heads': 4}
+  with pytest.raises(ValueError, match='the text tower is one of transformers'):
     weights.read_text_tower({}, config)
 
 
@@ -865,6 +878,14 @@ OPEN_CLIP = {
   },
   'PE core': {'timm_model_name': 'vit_pe_core_tiny_patch16_384', 'timm_pool': 'map'},
   'linear': {'timm_model_name': 'test_vit', 'timm_pool': '', 'timm_proj': 'linear'},
+  'ConvNeXt': {'timm_model_name': 'convnext_atto', 'timm_pool': '', 'timm_proj': 'linear'},
+  'kwargs': {
+    'layers': 1,
+    'width': 64,
+    'patch_size': 14,
+    'act_kwargs': {'approximate': 'tanh'},
+    'norm_kwargs': {'eps': 0.01},
+  },
 }
 
 
@@ -873,7 +894,7 @@ OPEN_CLIP = {
 def test_parity_with_image_towers_of_open_clip(name, tmp_path):
   torch = pytest.importorskip('torch')
   open_clip = pytest.importorskip('open_clip')
-  side = {'PE core': 384, 'linear': 160}.get(name, 28)
+  side = {'PE core': 384, 'linear': 160, 'ConvNeXt': 64}.get(name, 28)
   image_settings = {'timm_proj': None, 'image_size': side, **OPEN_CLIP[name]}
   text = {'context_length': 9, 'vocab_size': 99, 'width': 16, 'heads': 2, 'layers': 1}
   if name == 'CLIPA':  # its text tower is not read
@@ -898,7 +919,9 @@ def test_parity_with_image_towers_of_open_clip(name, tmp_path):
   phi = phi_of(tower, image)
   np.testing.assert_allclose(phi, expected, atol=1e-5 * np.abs(expected).max())
   if name == 'CLIPA':
-    with pytest.raises(ValueError, match='text tower pools by last'):
+    with pytest.raises(
+      ValueError, match="text_cfg of open_clip_config.json has {'pool_type': 'last"
+    ):
       weights.read_text_tower(arrays, config)
   else:
     assert weights.read_text_tower(arrays, config).length == 9
