@@ -34,6 +34,7 @@ from het_plugin.data import splits
 from het_plugin.evaluation.names import naming
 from het_plugin.measures import knn, votes
 from het_plugin.measures.ranking import best_first
+from het_plugin.rows import Rows
 from het_plugin.system import run_files
 from het_plugin.system.flag_values import parse_sweep
 
@@ -121,9 +122,7 @@ def run(settings: Settings) -> reporting.Report:
     (made,) = represent.represent(what)['files']
     jax.clear_caches()  # the next model shares no program
     rows = runs.sources.open_source(made['file']).rows()
-    # Of several labels the most frequent one, as in the ensemble.
-    label = votes.majority(rows.labels, rows.label_weight)
-    proxy[name] = knn.knn_accuracy(rows.features, label, ks=k, metric=settings.metric)[k[0]]
+    proxy[name] = _accuracy(rows, k, settings.metric)
   order = best_first(list(proxy.values()))
   kept = [names[i] for i in order[:num_kept]]
   _log.info('kNN accuracy: %s; fine-tuning %s.', proxy, ', '.join(kept))
@@ -240,6 +239,12 @@ def _training(
     *gin_bindings,
   ]
   return experiments.trainings.Training([*files, *gin_files], bindings, search_paths)
+
+
+def _accuracy(read: Rows, k: Sequence[int], metric: knn.Metric) -> float:
+  """The proxy; of several labels it takes the most frequent one, as the ensemble does."""
+  label = votes.majority(read.labels, read.label_weight)
+  return knn.knn_accuracy(read.features, label, ks=k, metric=metric)[k[0]]
 
 
 def _predictions(
