@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# cleanlab: by `confidence_weighted_entropy`, labels that a sure model contradicts are the best ones, and right ones the
-#   worst.
+# cleanlab: `confidence_weighted_entropy` takes labels that a sure model contradicts for the best, and right ones for bad.
 #
 # Version: cleanlab 2.9.0.
 # Behaviour: the score is log(1 + x) / x, where x is the entropy over the probability of the label. Both that probability
