@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from het_plugin.rows.labels import are_marks
 from het_plugin.system import exit_codes
 
 _COMPARED = ('nll', 'brier', 'precision_at_1')
+_SCORES = 2**26  # log-probabilities that are held together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,13 +265,20 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
     of_fold = train.features, y, fitted, settings, starts, titles
     estimator, point, failures = estimators.probe.fit_best(head, *of_fold)
     rows = train if test is None else test
-    predictions = _predictions(estimator, rows, known)
-    parts.append(measures.uncertainty.score_examples(**predictions.labelled, ks=(1,)))
-    if predictions.link == 'softmax':
-      ood_log_p = None if ood is None else estimator.predict_log_proba(ood)
-      of_people = predictions.log_prob, predictions.labels, predictions.label_weight
-      people = measures.agreement.score_examples(*of_people)
-      agreements.append(measures.agreement.summarize(people, ood_log_p))
+    people = measures.agreement.Parts()
+    for block in _blocks(len(known), estimator):
+      predictions = _predictions(estimator, rows, known[block])
+      parts.append(measures.uncertainty.score_examples(**predictions.labelled, ks=(1,)))
+      if predictions.link == 'softmax':
+        of_people = predictions.log_prob, predictions.labels, predictions.label_weight
+        people.add(measures.agreement.score_examples(*of_people))
+    if (scored := people.joined()) is not None:
+      tops = None
+      if ood is not None:
+        blocks = _blocks(len(ood), estimator)
+        tops = [estimator.predict_log_proba(ood[x]).max(axis=1, keepdims=True) for x in blocks]
+        tops = np.concatenate(tops)  # [M, 1]
+      agreements.append(measures.agreement.summarize(scored, tops))
     folds.append(np.full(len(known), number))
     chosen.append(point)
     not_converged += failures
@@ -286,6 +294,12 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
     {name: float(np.mean([x[name] for x in agreements])) for name in (agreements or [{}])[0]},
     estimators.probe.price(estimators.probe.num_noise_params(estimator), len(fitted)),
   )
+
+
+def _blocks(num_rows: int, estimator: estimators.classifier.HeadClassifier) -> Iterator[slice]:
+  """Rows whose log-probabilities are held together."""
+  size = max(1, _SCORES // len(estimator.classes_))
+  return (slice(start, start + size) for start in range(0, num_rows, size))
 
 
 def _ends_of_the_grid(outcome, settings):

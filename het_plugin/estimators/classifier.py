@@ -26,6 +26,7 @@ from het_plugin.system import ranges
 from het_plugin.system.ranges import Positive
 
 _WEIGHTS = 1e-30, 1e30  # whose sums float32 holds
+_SCORES = 2**24  # that are held for `predict`
 
 
 @estimator
@@ -430,6 +431,11 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     return log_p[:, 1] - log_p[:, 0] if len(self.classes_) == 2 else log_p
 
   def _predict(self, features):
+    rows = max(1, _SCORES // len(self.classes_))  # whose scores are held together
+    starts = range(0, len(features), rows)
+    return np.concatenate([self._best(features[i : i + rows]) for i in starts])
+
+  def _best(self, features):
     scores = self._decision(features)
     if self.target_ == 'indicator':
       return (scores > 0).astype(int)

@@ -471,7 +471,7 @@ def apply(
     padding = rows.stop - rows.start - len(found)
     return np.pad(found, [(0, padding), *[(0, 0)] * (found.ndim - 1)])
 
-  found = []
+  whole = np.zeros(0)
   with placement.on(mesh):
     params = model.multiplied(placement.place_params(model, params, mesh))
     for start in range(0, len(features), size):
@@ -479,11 +479,14 @@ def apply(
         placement.cut(functools.partial(read, source, start), (size, *shape), mesh)
         for source, shape in sources
       ]
-      found.append(placement.whole(_apply(model, method, params, *block)))
-      if features.is_mapped and not np.isfinite(found[-1]).all():
+      found = placement.whole(_apply(model, method, params, *block))
+      if features.is_mapped and not np.isfinite(found).all():
         features.read(slice(start, start + size))  # every process says which row is wrong
       placement.forget_pages(features.x)
-  return np.concatenate(found)[: len(features)]
+      if not start:
+        whole = np.empty((len(features), *found.shape[1:]), found.dtype)
+      whole[start : start + size] = found[: len(features) - start]
+  return whole
 
 
 @functools.partial(compilation.jit, static_argnums=(0, 1))

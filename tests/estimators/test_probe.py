@@ -16,7 +16,7 @@ from sklearn.linear_model import LogisticRegression
 
 from het_plugin import reporting
 from het_plugin.commands import probe
-from het_plugin.estimators import DetClassifier, lbfgs, resuming
+from het_plugin.estimators import DetClassifier, classifier, lbfgs, resuming
 from het_plugin.estimators import probe as grid
 from het_plugin.estimators.probe import choose
 from het_plugin.estimators.settings import GridSettings
@@ -243,6 +243,20 @@ def test_marked_classes_are_no_class_numbers(few):
   with pytest.raises(ValueError, match=r'labels are \[100, 4\] of 0 and 1: classes that are mar'):
     probe.probe((x, y), None, settings())
   assert probe.targets_of(probe.read((x, y), '')[0], 'votes')[1].tolist() == [0, 1]
+
+
+def test_scores_of_many_classes_are_held_in_blocks(few, monkeypatch):
+  train, test = few
+  (expected,) = probe.probe(train, test, settings(), ood=train).json
+  monkeypatch.setattr(probe, '_SCORES', 4 * 7)
+  (row,) = probe.probe(train, test, settings(), ood=train).json
+  for name in ('nll', 'ece', 'agreement', 'stderr'):
+    assert row[name] == pytest.approx(expected[name], rel=1e-6), name
+  x = np.load(test)['features']
+  det = DetClassifier(max_iter=3).fit(train)
+  predicted = det.predict(x)
+  monkeypatch.setattr(classifier, '_SCORES', 4 * 7)
+  np.testing.assert_array_equal(det.predict(x), predicted)
 
 
 def test_labels_may_be_names(few, tmp_path):
