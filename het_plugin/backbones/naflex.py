@@ -1,10 +1,4 @@
-"""Images of any aspect in arrays of one shape (SigLIP 2 "NaFlex", Tschannen et al. 2025,
-https://arxiv.org/abs/2502.14786, section 2.4.2).
-
-A sheet is a square image of (n + 1)^2 patches. It has up to n^2 patches of a picture, row by row of
-the picture, and then empty ones. The last four pixels of its last row, in the first channel, are
-the rows and the columns of the picture in patches, each as two bytes, the higher one first.
-`data.preprocess.ResizeAndCrop(mode='patches')` makes sheets.
+"""Positions of the patches of images of any aspect, "NaFlex" (`system.sheets`).
 
 B images, N = n^2 patches, G side of the grid of the learned positions, D width.
 """
@@ -16,22 +10,6 @@ import jax.numpy as jnp
 
 # How the library of a tower resamples its positions; names of PyTorch's filters.
 Resampling = Literal['bilinear', 'bilinear_antialias', 'bicubic_antialias']
-
-
-def grid_of(sheet: jax.Array) -> jax.Array:
-  """Rows and columns of the pictures, int32 [B, 2], of sheets float32 [B, H, H, C] in [-1, 1]."""
-  levels = jnp.round((sheet[:, -1, -4:, 0] + 1) * 127.5).astype(jnp.int32)  # [B, 4]
-  return levels[:, ::2] * 256 + levels[:, 1::2]
-
-
-def is_sheet(image: jax.Array, num_patches: int) -> jax.Array:
-  """Whether images float32 [B, H, H, C] are sheets of up to N patches, bool [B].
-
-  Rows of -1, which fill up a batch, are sheets without a patch.
-  """
-  grid = grid_of(image)
-  fits = (grid.max(axis=1) <= num_patches) & (grid.prod(axis=1) <= num_patches)
-  return fits & ((grid.min(axis=1) >= 1) | (image == -1).all(axis=(1, 2, 3)))
 
 
 def positions(

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import Dense, Remat, check_settings, param
 from het_plugin.backbones.moe import Moe, moe_layers
-from het_plugin.backbones.naflex import Resampling, grid_of, is_sheet, positions
+from het_plugin.backbones.naflex import Resampling, positions
 from het_plugin.backbones.transformer import (
   SIZES,
   Activation,
@@ -29,6 +29,7 @@ from het_plugin.backbones.transformer import (
   run_blocks,
 )
 from het_plugin.system.ranges import Count, Rate
+from het_plugin.system.sheets import grid_of, is_sheet
 
 
 class PatchEmbedding(nn.Module):
@@ -180,7 +181,7 @@ class ViT(nn.Module):
     projection_bias: a bias of the projection.
     num_pooled: tokens that the pooling 'token' takes.
     naflex: how the learned positions of `stored_grid` are resampled to the grid of each picture,
-      where images are sheets of patches of pictures of any aspect (`backbones.naflex`); None for
+      where images are sheets of patches of pictures of any aspect (`system.sheets`); None for
       square images. Poolings of patches, 'map' among them, then read the picture's patches alone.
     naflex_square: whether a picture takes its positions from a square of its longer side.
     pool_heads: attention heads of the pooling 'map'; None for num_heads.

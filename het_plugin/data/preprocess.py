@@ -19,7 +19,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-from het_plugin.system import ranges
+from het_plugin.system import ranges, sheets
 
 Preprocessor = Callable[[np.ndarray, np.random.Generator, int], np.ndarray]
 
@@ -159,7 +159,7 @@ class ResizeAndCrop:
     the aspect ratio. 'squash' makes both sides so. 'longest' makes the longer side so, and pads.
     'patches' (NaFlex) keeps the aspect, without a crop: both sides are rounded up to whole patches
     at the largest scale that gives at most max_patches of them, which are laid into a sheet
-    (`backbones.naflex`).
+    (`system.sheets`).
   crop_fraction: side of the image relative to that before the crop.
   filter: Pillow's, which covers all pixels when the image becomes smaller.
   offset: where half a pixel is left over, the crop begins at the 'even' one of the two pixels
@@ -181,7 +181,7 @@ class ResizeAndCrop:
 
   def check(self, size: int) -> None:
     """Raises ValueError if images of this side are no sheets of `max_patches` patches."""
-    side = (math.isqrt(self.max_patches - 1) + 2) * self.patch_size
+    side = sheets.side_of(self.max_patches, self.patch_size)
     if self.mode == 'patches' and size != side:
       raise ValueError(
         f'image_size={size} must be {side} for ResizeAndCrop.max_patches={self.max_patches} of '
@@ -276,14 +276,11 @@ def check_sheets(image: np.ndarray, model: Any, reader: str) -> None:
   if backbone is None or not getattr(backbone, 'naflex', None):
     return
   num_patches = (image.shape[1] // backbone.patch_size - 1) ** 2
-  levels = np.rint((np.asarray(image[:, -1, -4:, 0], np.float64) + 1) * 127.5)  # [B, 4]
-  grid = levels[:, ::2] * 256 + levels[:, 1::2]  # rows and columns, [B, 2]
-  for i in np.flatnonzero((grid.min(axis=1) < 1) | (grid.prod(axis=1) > num_patches)):
-    if (image[i] != -1).any():  # rows of -1 fill up a batch
-      raise ValueError(
-        f"batch['image'][{i}] is no sheet of patches, which {reader} takes (NaFlex): make it by "
-        "ResizeAndCrop(mode='patches')"
-      )
+  if len(wrong := np.flatnonzero(~sheets.is_sheet(np.asarray(image), num_patches))):
+    raise ValueError(
+      f"batch['image'][{wrong[0]}] is no sheet of patches, which {reader} takes (NaFlex): make it "
+      "by ResizeAndCrop(mode='patches')"
+    )
 
 
 def patch_grid(height: int, width: int, patch_size: int, max_patches: int) -> tuple[int, int]:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from het_plugin.system import sheets
+
 Settings = Mapping[str, Any]
 
 # Of `ResizeAndCrop`.
@@ -183,7 +185,7 @@ def _sizes(given: Settings, file: str, kind: str) -> dict[str, Any]:
 
 def of_patches(patch_size: int, max_patches: int) -> dict[str, Any]:
   """Mode and size of a NaFlex, which keeps the aspect of an image; see `ResizeAndCrop.check`."""
-  size = (math.isqrt(max_patches - 1) + 2) * patch_size
+  size = sheets.side_of(max_patches, patch_size)
   return {'mode': 'patches', 'size': size, 'patch_size': patch_size, 'max_patches': max_patches}
 
 

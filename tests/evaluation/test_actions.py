@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from het_plugin import data
-from het_plugin.backbones import ViT, naflex
+from het_plugin.backbones import ViT
 from het_plugin.data.preprocess import ResizeAndCrop
 from het_plugin.evaluation.actions import FewShotAction, PeriodicAction, ZeroShotAction
 from het_plugin.evaluation.fewshot import FewShotDataset
@@ -18,6 +18,7 @@ from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset
 from het_plugin.heads import Det
 from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel
+from het_plugin.system import sheets
 from het_plugin.training.actions import ActionContext
 from het_plugin.training.optimizers import OptaxWrapper
 from het_plugin.training.partitioning import PjitPartitioner
@@ -189,7 +190,7 @@ def test_pictures_of_any_aspect_are_made_as_in_the_training(tmp_path, resize):
     return
   action.setup(context)
   with action._run.open_split('train', 8, task='digits', batch_size=8) as (batches, _):
-    assert (naflex.grid_of(next(batches)['image']) == 3).all()
+    assert (sheets.grid_of(next(batches)['image']) == 3).all()
 
 
 FEW_DIGITS = ZeroShotDataset('digits', 'digits', 'test[:64]', 'none')
