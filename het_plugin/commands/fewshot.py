@@ -246,14 +246,10 @@ def make_report(
   before = [{'protocol': x['protocol'], **row} for x in earlier.values() for row in x['rows']]
   replaced = {*map(_KEY, before)} & {*map(_KEY, rows)}
   rows = [row for row in before if _KEY(row) not in replaced] + rows
-  runs = {}
+  of_runs = {}
   for row in rows:
-    run, dataset, shots, mean, stderr = (
-      row[x] for x in ('run', 'dataset', 'shots', 'mean', 'stderr')
-    )
-    shown = runs.setdefault(run, {'name': run, 'fewshot': {}, 'fewshot_stderr': {}})
-    shown['fewshot'].setdefault(dataset, {})[shots] = mean
-    shown['fewshot_stderr'].setdefault(dataset, {})[shots] = stderr
+    of_runs.setdefault(row['run'], []).append(row)
+  shown = [{'name': run, **reporting.fewshot_fields(x)} for run, x in of_runs.items()]
   of_methods = comparison.averages(rows)
   of_pairs = comparison.differences(results)
   notes = ['Mean and standard error over draws of the examples.']
@@ -309,12 +305,10 @@ def make_report(
   return reporting.Report(
     title='Few-shot linear evaluation',
     introduction='Accuracy of a linear classifier fitted to a few examples of each class.',
-    rows=list(runs.values()),
+    rows=shown,
     tables=tables,
     notes=notes,
-    draw=lambda: {
-      'shots': reporting.Figure(reporting.shots_png(list(runs.values())), 'Accuracy by shots.')
-    },
+    draw=lambda: {'shots': reporting.Figure(reporting.shots_png(shown), 'Accuracy by shots.')},
     json={
       'protocol': dict(protocol) if results else [*earlier.values()][-1]['protocol'],
       'rows': rows,

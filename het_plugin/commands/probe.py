@@ -32,6 +32,7 @@ from het_plugin.estimators.settings import GridSettings, part
 from het_plugin.evaluation.names import task_name
 from het_plugin.measures import votes
 from het_plugin.measures.comparison import EXTREME, extreme_share
+from het_plugin.measures.uncertainty import stderr
 from het_plugin.rows import Reordered, Rows, paired
 from het_plugin.rows.labels import are_marks
 from het_plugin.system import exit_codes
@@ -85,19 +86,26 @@ def run(settings: Settings) -> reporting.Report:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-  """One head: scores and folds of all test examples, the settings chosen in each fold, and the
-  price of its noise.
-  """
+  """One head: of each fold the scores of its test examples and the chosen settings."""
 
   head: str
-  scores: measures.uncertainty.ExampleScores
-  fold: np.ndarray
+  parts: Sequence[measures.uncertainty.ExampleScores]
   chosen: Sequence[dict[str, Any]]
   seconds: float
   not_converged: int
   left_out: int
   agreement: dict[str, float]
   price: float
+
+  @functools.cached_property
+  def scores(self) -> measures.uncertainty.ExampleScores:
+    """Scores of all test examples."""
+    return measures.uncertainty.concatenate(self.parts)
+
+  def of_folds(self, name: str) -> np.ndarray:
+    """The mean of a score in each fold."""
+    each = (x.precision[1] if name == 'precision_at_1' else getattr(x, name) for x in self.parts)
+    return np.array([values.mean() for values in each])
 
 
 def probe(
@@ -250,12 +258,11 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
 
     splits = list(KFold(settings.folds, shuffle=True, random_state=settings.seed).split(y))
   parts = []
-  folds = []
   chosen = []
   not_converged = 0
   left_out = 0
   agreements = []
-  for number, (fitted, known) in enumerate(splits):
+  for fitted, known in splits:
     if test is None and (settings.target == 'votes' or y.ndim == 1):  # others have no probability
       seen = estimators.probe.are_known(train.labels[known], train.labels[fitted])
       left_out = left_out + int((~seen).sum())
@@ -266,12 +273,14 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
     estimator, point, failures = estimators.probe.fit_best(head, *of_fold)
     rows = train if test is None else test
     people = measures.agreement.Parts()
+    scores = []
     for block in _blocks(len(known), estimator):
       predictions = _predictions(estimator, rows, known[block])
-      parts.append(measures.uncertainty.score_examples(**predictions.labelled, ks=(1,)))
+      scores.append(measures.uncertainty.score_examples(**predictions.labelled, ks=(1,)))
       if predictions.link == 'softmax':
         of_people = predictions.log_prob, predictions.labels, predictions.label_weight
         people.add(measures.agreement.score_examples(*of_people))
+    parts.append(measures.uncertainty.concatenate(scores))
     if (scored := people.joined()) is not None:
       tops = None
       if ood is not None:
@@ -279,14 +288,12 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
         tops = [estimator.predict_log_proba(ood[x]).max(axis=1, keepdims=True) for x in blocks]
         tops = np.concatenate(tops)  # [M, 1]
       agreements.append(measures.agreement.summarize(scored, tops))
-    folds.append(np.full(len(known), number))
     chosen.append(point)
     not_converged += failures
   seconds = time.perf_counter() - start
   return Outcome(
     head,
-    measures.uncertainty.concatenate(parts),
-    np.concatenate(folds),
+    parts,
     chosen,
     seconds,
     not_converged,
@@ -342,32 +349,19 @@ def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:
   row['chosen'] = list(outcome.chosen)
   row |= {'agreement': outcome.agreement} if outcome.agreement else {}
   if in_folds:
-    row['stderr_folds'] = {
-      name: _over_folds(_values(outcome.scores, name), outcome.fold) for name in _COMPARED
-    }
+    row['stderr_folds'] = {name: stderr(outcome.of_folds(name)) for name in _COMPARED}
   if outcome is not first:
     difference = measures.uncertainty.difference(outcome.scores, first.scores)
     gap = _sorted_by_index(outcome.scores) - _sorted_by_index(first.scores)
     difference['extreme'] = extreme_share(gap)
     if in_folds:
-      per_example = _values(outcome.scores, 'nll') - _values(first.scores, 'nll')
-      difference['stderr_folds'] = {'nll': _over_folds(per_example, outcome.fold)}
+      difference['stderr_folds'] = {'nll': stderr(outcome.of_folds('nll') - first.of_folds('nll'))}
     row['difference'] = difference
   return row
 
 
 def _sorted_by_index(scores):
   return scores.nll[np.argsort(scores.index)]
-
-
-def _values(scores, name):
-  return scores.precision[1] if name == 'precision_at_1' else getattr(scores, name)
-
-
-def _over_folds(values, fold) -> float | None:
-  """Standard error of the mean over folds."""
-  means = np.array([values[fold == f].mean() for f in np.unique(fold)])
-  return measures.uncertainty.stderr(means)
 
 
 def _shown(row):

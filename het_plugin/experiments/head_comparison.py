@@ -149,9 +149,8 @@ def row(head: str, run_dir: Path) -> dict[str, Any]:
   final = trainings.final_evaluations(metrics)[f'training_eval/{task}']
   model, counts = trainings.configured_model()
   partitioner = gin.get_configurable(partitioning.PjitPartitioner)()
-  by_dataset, errors = few_shot_accuracies(
-    run_files.read_lines(run_dir / 'fewshot.jsonl'), final['step']
-  )
+  lines = run_files.read_lines(run_dir / 'fewshot.jsonl')
+  few_shot = reporting.fewshot_fields(x for x in lines if x['step'] == final['step'])
   return {
     'head': HEADS[head],
     'num_classes': model.head.num_classes,
@@ -161,22 +160,11 @@ def row(head: str, run_dir: Path) -> dict[str, Any]:
     **{name: final[name] for name in ('nll', 'precision_at_1', 'ece', 'tau')},
     'num_params': counts.total,
     'extra_params': counts.extra,
-    'fewshot': average_over_datasets(by_dataset),
-    'fewshot_by_dataset': by_dataset,
-    'fewshot_stderr_by_dataset': errors,
+    'fewshot': average_over_datasets(few_shot['fewshot']),
+    'fewshot_by_dataset': few_shot['fewshot'],
+    'fewshot_stderr_by_dataset': few_shot['fewshot_stderr'],
     'steps': final['step'],
   }
-
-
-def few_shot_accuracies(lines: Sequence[Mapping[str, Any]], step: int) -> tuple[dict, dict]:
-  """{data set: {shots: mean accuracy}} of one step, and the same with standard errors."""
-  means = {}
-  errors = {}
-  for line in lines:
-    if line['step'] == step:
-      means.setdefault(line['dataset'], {})[line['shots']] = line['mean']
-      errors.setdefault(line['dataset'], {})[line['shots']] = line['stderr']
-  return means, errors
 
 
 def average_over_datasets(by_dataset: Mapping[str, Mapping[int, float]]) -> dict[int, float]:

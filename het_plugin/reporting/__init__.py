@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from het_plugin.system import faces
 
 if TYPE_CHECKING:  # imported on first use: tables need no matplotlib
-  from het_plugin.reporting.columns import Table, cell, counted, p_text, shots_text
+  from het_plugin.reporting.columns import Table, cell, counted, fewshot_fields, p_text, shots_text
   from het_plugin.reporting.pictures import covariance_png, examples_png, thumbnail_png
   from het_plugin.reporting.plots import (
     curve_pngs,

@@ -21,7 +21,7 @@ import dataclasses
 import math
 import numbers
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -106,6 +106,15 @@ def tables_of(
     if len(header) > 1:
       below = [line for line in lines[len(rows) :] if set(line[1:]) != {_MISSING}]
       found.append(Table(caption, header, lines[: len(rows)], below, best))
+  return found
+
+
+def fewshot_fields(results: Iterable[Row]) -> dict[str, Any]:
+  """The fields `fewshot` and `fewshot_stderr` of a run, from its few-shot results."""
+  found: dict[str, Any] = {'fewshot': {}, 'fewshot_stderr': {}}
+  for x in results:
+    found['fewshot'].setdefault(x['dataset'], {})[x['shots']] = x['mean']
+    found['fewshot_stderr'].setdefault(x['dataset'], {})[x['shots']] = x['stderr']
   return found
 
 
