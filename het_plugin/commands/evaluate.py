@@ -319,7 +319,7 @@ def _covariance(run: runs.Run, settings: Settings) -> dict[str, Any]:
       looks = look(number=number)
       result['looks'] = looks[:images]
       if counted and look_alikes:
-        result['homoglyphs'] = evaluation.class_covariance.look_alike_rate(
+        result['homoglyphs'] = measures.look_alikes.look_alike_rate(
           [x.label for x in looks[:counted]],
           [x.with_anchor for x in looks[:counted]],
           look_alikes(str(settings.split), run.image_size),

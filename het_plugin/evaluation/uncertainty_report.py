@@ -60,7 +60,7 @@ class Evaluation:
   unknown: uncertainty.Uncertainty | None = None
   looks: Sequence[class_covariance.ClassCovariance] = ()  # class correlations of some images
   no_covariance: str | None = None  # why there are no class correlations; None if there are
-  homoglyphs: Mapping[str, Any] | None = None  # `class_covariance.look_alike_rate`, where known
+  homoglyphs: Mapping[str, Any] | None = None  # `look_alikes.look_alike_rate`, where known
   agreement: Mapping[str, float] | None = None  # `agreement.summarize`, of a softmax
   # Accuracies on the true classes and the share of wrong labels, where a task knows them.
   truth: Mapping[str, Any] | None = None
@@ -93,7 +93,8 @@ class Evaluation:
     return row
 
   def _look_row(self, look: class_covariance.ClassCovariance) -> dict[str, Any]:
-    nearest = class_covariance.most_correlated(look.with_anchor, look.anchor, _NEIGHBOURS)
+    order = np.argsort(-look.with_anchor, kind='stable')
+    nearest = order[order != look.anchor][:_NEIGHBOURS]
     return {
       'index': look.index,
       'label': look.label,

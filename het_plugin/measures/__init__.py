@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from het_plugin.system import faces
 
 if TYPE_CHECKING:
-  from het_plugin.measures import agreement, audit, rankme, uncertainty, votes
+  from het_plugin.measures import agreement, audit, look_alikes, rankme, uncertainty, votes
   from het_plugin.measures.fewshot import few_shot
 
 __getattr__, __all__ = faces.on_first_use(__name__)

@@ -140,24 +140,6 @@ def test_heads_without_class_correlations():
   assert 'get_logits' in class_covariance.why_none(opaque)
 
 
-def test_homoglyph_rate_by_hand():
-  homoglyphs = [frozenset({1}), frozenset({0}), frozenset(), frozenset({4, 5})]
-  homoglyphs += [frozenset({3, 5}), frozenset({3, 4})]
-  correlation = {
-    0: [1.0, 0.9, 0.2, 0, 0, 0],  # found
-    2: [1.0, 0.9, 1.0, 0, 0, 0],  # has none: does not count
-    3: [0.0, 0.8, 0.8, 1.0, 0.8, 0.8],  # half of four equal ones
-  }
-  found = class_covariance.look_alike_rate(
-    list(correlation), [np.array(x) for x in correlation.values()], homoglyphs
-  )
-  assert found['rate'] == pytest.approx(0.75) and found['num_examples'] == 2
-  assert found['chance'] == pytest.approx((1 / 5 + 2 / 5) / 2)
-  assert found['stderr'] == pytest.approx(0.25)
-  none = class_covariance.look_alike_rate([2], [np.zeros(6)], homoglyphs)
-  assert none == {'rate': None, 'stderr': None, 'chance': None, 'num_examples': 0}
-
-
 def test_predictions_over_the_mesh():
   run = make_run('het_xl')
   examples = make_examples()
