@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -193,6 +193,7 @@ def evaluate_run(
   if info.true_classes and info.knows_truth(whole_split):
     true_classes = functools.partial(info.true_classes, whole_split)
   others = ('location_top',) if true_classes else ()
+  of_truth = []
   kept = []
 
   def predict(title: str, stream: tuple[data.BatchIterator, int], *others: str) -> Iterator[Rows]:
@@ -205,6 +206,14 @@ def evaluate_run(
 
   def keeping(parts: Iterable[Rows]) -> Iterator[Rows]:
     for part in parts:
+      if true_classes:
+        truth = true_classes(part.index)
+        columns = {
+          'clean_accuracy': votes.top_shares(part.log_prob)[np.arange(len(truth)), truth],
+          'clean_accuracy_location': part['location_top'] == truth,
+          'wrong_labels': part.label != truth,
+        }
+        of_truth.append(columns)
       if save_to:
         kept.append(part.without('location_top'))
       yield part
@@ -214,11 +223,15 @@ def evaluate_run(
     if settings.ood_dataset:
       unknown = _open(stack, 'ood_', run, settings)
     found = _covariance(run, settings)
-    found |= _scored(keeping(predict(name, known, *others)), info.num_classes, true_classes)
+    found |= _scored(keeping(predict(name, known, *others)), info.num_classes)
     if settings.ood_dataset:
       parts = predict(f'{name}, unknown inputs', unknown)
       scored = [measures.uncertainty.uncertainty(**part.predictive) for part in parts]
       found['unknown'] = measures.uncertainty.concatenate(scored)
+  if of_truth:
+    columns = {name: np.concatenate([x[name] for x in of_truth]) for name in of_truth[0]}
+    errors = {name: measures.uncertainty.stderr(x) for name, x in columns.items()}
+    found['truth'] = {name: float(x.mean()) for name, x in columns.items()} | {'stderr': errors}
   sampled = found['scores'].uncertainty.mutual_information is not None
   details = {
     'num_classes': info.num_classes,
@@ -236,37 +249,12 @@ def evaluate_run(
   return evaluation.Evaluation(name, run.checkpoint, details, **found)
 
 
-def _scored(
-  parts: Iterable[Rows],
-  num_classes: int,
-  true_classes: Callable[[np.ndarray], np.ndarray] | None = None,
-) -> dict[str, Any]:
-  """Fields of an `Evaluation`: the scores of the parts of a split; with a softmax its agreement
-  with people's labels; and where a function of the ids gives the true classes, means by these.
-  """
-  scores = []
-  people = measures.agreement.Parts()
-  of_truth: dict[str, list[np.ndarray]] = {}
+def _scored(parts: Iterable[Rows], num_classes: int) -> dict[str, Any]:
+  """The fields of an `Evaluation` that the parts of a split give."""
   ks = (1, 5) if num_classes > 5 else (1,)
-  for part in parts:
-    scores.append(measures.uncertainty.score_examples(**part.labelled, ks=ks))
-    if part.link == 'softmax':
-      people.add(measures.agreement.score_examples(part.log_prob, part.labels, part.label_weight))
-    if true_classes:
-      truth = true_classes(part.index)
-      right = votes.top_shares(part.log_prob)[np.arange(len(truth)), truth]
-      of_truth.setdefault('clean_accuracy', []).append(right)
-      of_truth.setdefault('clean_accuracy_location', []).append(part['location_top'] == truth)
-      of_truth.setdefault('wrong_labels', []).append(part.label != truth)
-  joined = people.joined()
-  columns = {name: np.concatenate(x) for name, x in of_truth.items()}
-  means: dict[str, Any] = {name: float(x.mean()) for name, x in columns.items()}
-  errors = {name: measures.uncertainty.stderr(x) for name, x in columns.items()}
-  return {
-    'scores': measures.uncertainty.concatenate(scores),
-    'agreement': None if joined is None else measures.agreement.summarize(joined),
-    'truth': means | {'stderr': errors} if means else None,
-  }
+  scores, people = evaluation.uncertainty_report.scored(parts, ks)
+  summary = None if people is None else measures.agreement.summarize(people)
+  return {'scores': scores, 'agreement': summary}
 
 
 def _open(

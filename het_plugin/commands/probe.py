@@ -272,22 +272,16 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
     of_fold = train.features, y, fitted, settings, starts, titles
     estimator, point, failures = estimators.probe.fit_best(head, *of_fold)
     rows = train if test is None else test
-    people = measures.agreement.Parts()
-    scores = []
-    for block in _blocks(len(known), estimator):
-      predictions = _predictions(estimator, rows, known[block])
-      scores.append(measures.uncertainty.score_examples(**predictions.labelled, ks=(1,)))
-      if predictions.link == 'softmax':
-        of_people = predictions.log_prob, predictions.labels, predictions.label_weight
-        people.add(measures.agreement.score_examples(*of_people))
-    parts.append(measures.uncertainty.concatenate(scores))
-    if (scored := people.joined()) is not None:
+    blocks = (_predictions(estimator, rows, known[x]) for x in _blocks(len(known), estimator))
+    scores, people = evaluation.uncertainty_report.scored(blocks)
+    parts.append(scores)
+    if people is not None:
       tops = None
       if ood is not None:
         blocks = _blocks(len(ood), estimator)
         tops = [estimator.predict_log_proba(ood[x]).max(axis=1, keepdims=True) for x in blocks]
         tops = np.concatenate(tops)  # [M, 1]
-      agreements.append(measures.agreement.summarize(scored, tops))
+      agreements.append(measures.agreement.summarize(people, tops))
     chosen.append(point)
     not_converged += failures
   seconds = time.perf_counter() - start

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy as np
 from het_plugin import reporting
 from het_plugin.evaluation import class_covariance
 from het_plugin.evaluation.names import naming
-from het_plugin.measures import uncertainty
+from het_plugin.measures import agreement, uncertainty
+from het_plugin.rows import Rows
 
 _NEIGHBOURS = 12  # classes listed beside a correlation matrix
 _SHOWN = (
@@ -110,6 +111,22 @@ class Evaluation:
         for k in nearest
       ],
     }
+
+
+def scored(
+  parts: Iterable[Rows], ks: Sequence[int] = (1,)
+) -> tuple[uncertainty.ExampleScores, agreement.AgreementScores | None]:
+  """Scores of the parts of a split, and with a softmax those of its agreement with people's labels.
+
+  `ks` are those of precision@k.
+  """
+  scores = []
+  people = agreement.Parts()
+  for part in parts:
+    scores.append(uncertainty.score_examples(**part.labelled, ks=ks))
+    if part.link == 'softmax':
+      people.add(agreement.score_examples(part.log_prob, part.labels, part.label_weight))
+  return uncertainty.concatenate(scores), people.joined()
 
 
 def file_name(name: str) -> str:
