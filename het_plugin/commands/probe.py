@@ -32,7 +32,6 @@ from het_plugin.estimators.settings import GridSettings, part
 from het_plugin.evaluation.names import task_name
 from het_plugin.measures import votes
 from het_plugin.measures.comparison import EXTREME, extreme_share
-from het_plugin.measures.uncertainty import stderr
 from het_plugin.rows import Reordered, Rows, paired
 from het_plugin.rows.labels import are_marks
 from het_plugin.system import exit_codes
@@ -335,6 +334,7 @@ def _predictions(
 
 def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:
   """All results of a head as JSON values."""
+  stderr = measures.uncertainty.stderr
   summary = measures.uncertainty.summarize(outcome.scores)
   row: dict[str, Any] = {'head': outcome.head}
   names = ('nll', 'precision_at_1', 'ece', 'brier')
