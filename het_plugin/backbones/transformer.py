@@ -341,7 +341,7 @@ def run_blocks(
   x is [B, N, D]; `is_token` and `rotation` are as for `Attention`, the settings as for `ViT`, or
   `settings`. Returns the last output [B, N, D] and the outputs of all blocks: 'block00', ... With
   `num_first` the last output is that of so many first tokens, for which alone the last block is
-  computed where nobody asks for the others.
+  computed where nobody asks for the others. Without jit, which finds that out, all are computed.
   """
   settings = settings or BlockSettings.of(module)
   depth = module.depth
@@ -369,7 +369,8 @@ def run_blocks(
     layer_block = block(settings, moe=moe if layer in with_experts else None, name=name)
     arguments = x, deterministic, is_token, rotation, rates[layer]
     outputs[name] = layer_block(*arguments)
-    if num_first and layer == depth - 1 and layer not in with_experts:
+    is_last = layer == depth - 1 and layer not in with_experts
+    if num_first and is_last and isinstance(x, jax.core.Tracer):
       return layer_block(*arguments, x[:, :num_first]), outputs
     x = outputs[name]
   return x if num_first is None else x[:, :num_first], outputs

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
+from flax import linen as nn
 
 import gin
-from het_plugin.backbones import Mlp, ViT, vit
+from het_plugin.backbones import Mlp, ViT, transformer, vit
 from het_plugin.backbones.vit import resize_kernel
 from het_plugin.config import parsing
 from het_plugin.heads import HetXL
@@ -183,6 +184,18 @@ def test_the_last_block_computes_what_is_pooled(settings):
   phi = jax.jit(lambda p, x: tower.apply(p, x)[0]).lower(params, image).compile()
   np.testing.assert_allclose(phi(params, image), whole(params, image), atol=2e-6)
   assert phi.cost_analysis()['flops'] < 0.75 * whole.cost_analysis()['flops']
+  # Without jit no result is dropped, and each block runs once.
+  blocks = []
+
+  def counted(call, args, kwargs, context):
+    if isinstance(context.module, transformer.Block):
+      blocks.append(context.module.name)
+    return call(*args, **kwargs)
+
+  with nn.intercept_methods(counted):
+    eager, _ = tower.apply(params, image)
+  assert blocks == ['block00', 'block01']
+  np.testing.assert_allclose(eager, phi(params, image), atol=2e-6)
 
 
 def test_22b_has_the_parameters_of_the_paper():
