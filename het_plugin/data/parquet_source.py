@@ -30,6 +30,7 @@ from het_plugin.data import array_source, preprocess, remote, shards
 from het_plugin.data.annotations import LABEL_FIELDS
 from het_plugin.data.corrections import relabel
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
+from het_plugin.rows.labels import class_numbers
 
 IMAGE_NAMES = ('image', 'img', 'jpg', 'jpeg', 'png', 'webp', 'picture')
 LABEL_NAMES = ('label', 'labels', 'cls', 'class', 'category', 'target', 'y')
@@ -509,7 +510,7 @@ def _labels(
   flat = _flat(values).cast(pa.string())
   found = set(flat.unique().to_pylist()) - {None, ''}
   names = names or tuple(sorted(found))
-  numbers = shards.class_numbers(where, names, found)
+  numbers = class_numbers(f'{where}: ', names, found)
   flat = pc.index_in(flat, pa.array(numbers, pa.string())).fill_null(-1).to_numpy()
   return _in_rows(values, flat, -1), names
 

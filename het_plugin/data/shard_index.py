@@ -24,6 +24,7 @@ import numpy as np
 from het_plugin.data import array_source, preprocess, remote, shards
 from het_plugin.data.corrections import relabel
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
+from het_plugin.rows.labels import class_numbers
 
 NAME_FILES = ('classnames.txt', 'classes.txt', 'class_names.txt', 'label.labels.txt')
 _VERSION = 3  # of the index
@@ -310,7 +311,7 @@ class ShardSource:
           f'classes, write all names into {self._shards.root}/{NAME_FILES[0]}.'
         )
       names = names or tuple(words)
-      of_name = shards.class_numbers(name, names, words)
+      of_name = class_numbers(f'{name}: ', names, words)
       values = [[of_name[str(value)] for value in several] for several in values]
     elif wrong := [value for value in found if not -1 <= value < 2**31]:
       raise ValueError(f'{name}: there is the label {wrong[0]}; class numbers are 0 .. K - 1.')

@@ -95,21 +95,6 @@ def text_beside(root: str, name: str) -> tuple[str, bytes | None]:
   return str(file), file.fetch(0, size)
 
 
-def class_numbers(where: str, names: Sequence[str], labels: Iterable[str]) -> dict[str, int]:
-  """The number of each name of a class.
-
-  Raises:
-    ValueError: a label is no name, or two classes have the same name.
-  """
-  numbers = {name: k for k, name in enumerate(names)}
-  if unknown := set(labels) - numbers.keys():
-    raise ValueError(f'{where}: {min(unknown)!r} is no name of a class.')
-  if len(numbers) < len(names):
-    twice = next(name for k, name in enumerate(names) if numbers[name] != k)
-    raise ValueError(f'{where}: two classes have the name {twice!r}, which labels use.')
-  return numbers
-
-
 def locate(starts: np.ndarray, row: int) -> tuple[int, int]:
   """The number of a row's file, and of the row in it; `starts` are the files' first rows, and N."""
   i = int(np.searchsorted(starts, row, side='right')) - 1

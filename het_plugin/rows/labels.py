@@ -1,6 +1,6 @@
 """Checks of the labels of examples: class numbers [N, L], padded with -1, and their weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ def number_names(
     names: those of the classes; None takes the sorted names in the labels, as scikit-learn does.
 
   Raises:
-    ValueError: a label is no text, or none of the names.
+    ValueError: a label is no text or none of the names, or two classes have the same name.
   """
   flat = labels.reshape(-1)
 
@@ -40,15 +40,27 @@ def number_names(
     raise ValueError(f'example {place} has no label: its name is empty')
   distinct.discard('')
   names = tuple(sorted(distinct) if names is None else names)
-  number = {name: k for k, name in enumerate(names)} | {'': -1}
-  if unknown := distinct - number.keys():
-    raise ValueError(
-      f'the label {min(unknown)!r} is none of the {len(names)} classes {", ".join(names[:3])}, ...'
-    )
+  number = class_numbers('', names, distinct) | {'': -1}
   found = np.empty(len(flat), np.int32)
   for i, block in enumerate(blocks()):
     found[i * _BLOCK : (i + 1) * _BLOCK] = [number[name] for name in block]
   return found.reshape(labels.shape), names
+
+
+def class_numbers(where: str, names: Sequence[str], labels: Iterable[str]) -> dict[str, int]:
+  """The number of each name of a class.
+
+  Raises:
+    ValueError: a label is no name, or two classes have the same name; it begins with `where`.
+  """
+  numbers = {name: k for k, name in enumerate(names)}
+  if unknown := set(labels) - numbers.keys():
+    some = f', such as {names[0]!r}' if names else ''
+    raise ValueError(f'{where}{min(unknown)!r} is no name of a class; there are {len(names)}{some}')
+  if len(numbers) < len(names):
+    twice = next(name for k, name in enumerate(names) if numbers[name] != k)
+    raise ValueError(f'{where}two classes have the name {twice!r}, which labels use')
+  return numbers
 
 
 def label_rows(labels: np.ndarray, num_examples: int) -> np.ndarray:

@@ -301,7 +301,7 @@ def paired(sources: Sequence[str], first: Mapping[str, Any], other: Rows) -> Row
     try:
       return other.named(classes)
     except ValueError as error:
-      raise ValueError(f'{sources[1]}: {error} of {sources[0]}') from error
+      raise ValueError(f'{sources[1]}: {error} in {sources[0]}') from error
   both = enumerate(itertools.zip_longest(classes, other.class_names))
   label, (ours, theirs) = next((k, names) for k, names in both if names[0] != names[1])
   raise ValueError(
