@@ -20,7 +20,6 @@ from het_plugin import estimators, measures, reporting, runs
 from het_plugin.cli.settings import ReportFolder
 from het_plugin.commands import evaluate
 from het_plugin.commands._rows import read
-from het_plugin.commands.probe import targets_of
 from het_plugin.evaluation.names import short_names
 from het_plugin.measures import votes
 from het_plugin.system.flag_values import NoisyHead
@@ -77,7 +76,7 @@ def run(settings: Settings) -> reporting.Report:
     settings.join()
     return of_runs(settings, fits)
   rows, name = read(settings.train or '', 'the rows', 'train')
-  y, _, target = targets_of(rows, settings.target)
+  y, _, target = estimators.targets.of_rows(rows, settings.target)
   fits = {**_FITS_OF_ROWS, **fits, 'C': settings.C, 'target': target}
   return make_report({'rows': estimators.noise_gain.noise_test(rows.features, y, **fits)}, name)
 

@@ -33,7 +33,6 @@ from het_plugin.evaluation.names import task_name
 from het_plugin.measures import votes
 from het_plugin.measures.comparison import EXTREME, extreme_share
 from het_plugin.rows import Reordered, Rows, paired
-from het_plugin.rows.labels import are_marks
 from het_plugin.system import exit_codes
 
 _COMPARED = ('nll', 'brier', 'precision_at_1')
@@ -153,7 +152,7 @@ def probe(
       f'--ood has {ood_rows.shape[1]} features and {train} has {train_rows.features.shape[1]}; '
       'they must be equal'
     )
-  y, classes, target = targets_of(train_rows, settings.target)
+  y, classes, target = estimators.targets.of_rows(train_rows, settings.target)
   settings = dataclasses.replace(settings, target=target)
   if ood_rows is not None and target == 'auto' and y.ndim == 2:
     raise ValueError(
@@ -209,43 +208,20 @@ def probe(
   )
 
 
-def targets_of(rows: Rows, target: str) -> tuple[np.ndarray, np.ndarray, str]:
-  """y of the fits, its classes, and which `target` it is: ids [N]; with several labels an example
-  votes [N, L], an indicator [N, K], or, where they have weights, shares of the classes [N, K].
-
-  Raises:
-    ValueError: an example has not one label, or labels are those of `labels.are_marks`.
-  """
-  labels = rows.labels
-  num_classes = rows.num_classes
-  if votes.has_shares(labels, rows.label_weight):
-    shares = votes.shares(labels, num_classes, rows.label_weight)
-    return shares, np.arange(num_classes), 'probabilities'
-  if target == 'votes' or labels.shape[1] == 1:
-    y = labels if target == 'votes' else rows.label
-    return y, np.unique(labels[labels >= 0]), target
-  if are_marks(labels, labels.shape[1]):
-    raise ValueError(
-      f'labels are {list(labels.shape)} of 0 and 1: classes that are marked must be their numbers, '
-      'padded with -1; for votes set --target=votes'
-    )
-  return votes.indicator(labels, num_classes).astype(int), np.arange(num_classes), target
-
-
 def _columns(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
   """The numbers of labels [N, L] among the sorted classes, -1 where there is none.
 
   Raises:
     ValueError: a label is none of the classes.
   """
-  found = np.minimum(np.searchsorted(classes, labels), len(classes) - 1)
-  unseen = (classes[found] != labels) & (labels >= 0)
+  found = estimators.targets.places(labels, classes)
+  unseen = (found < 0) & (labels >= 0)
   if unseen.any():
     raise ValueError(
       f'{int(unseen.any(axis=1).sum())} test rows have classes that do not occur in the training '
       f'rows, such as {int(labels[unseen][0])}'
     )
-  return np.where(labels >= 0, found, -1)
+  return found
 
 
 def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     placement,
     probe,
     resuming,
+    targets,
   )
   from het_plugin.estimators.classifiers import (
     CLASSIFIERS,

@@ -121,8 +121,7 @@ def in_rounds(
       f'--folds={settings.folds} needs at least as many of each class'
     )
   if votes is not None:  # as places among the classes
-    place = np.minimum(np.searchsorted(classes, votes), len(classes) - 1)
-    votes = np.where(classes[place] == votes, place, -1)
+    votes = targets.places(votes, classes)
   folds = StratifiedKFold(settings.folds, shuffle=True, random_state=settings.seed)
   splits = list(folds.split(np.zeros(len(y)), y))
   of_folds = [settings] * settings.folds

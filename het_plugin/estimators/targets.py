@@ -8,6 +8,9 @@ import numpy as np
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
+from het_plugin.measures import votes
+from het_plugin.rows import Rows
+from het_plugin.rows.labels import are_marks
 from het_plugin.system import ranges
 
 _NUMBERED = (
@@ -197,6 +200,35 @@ def encode(
   ids = np.full(values.shape, -1, np.int32)
   ids[~missing] = number
   return Targets(kind, classes, ids)
+
+
+def of_rows(rows: Rows, target: str) -> tuple[np.ndarray, np.ndarray, str]:
+  """y of fits to rows, its classes, and which `target` it is: ids [N]; with several labels a row
+  votes [N, L], an indicator [N, K], or, where they have weights, shares of the classes [N, K].
+
+  Raises:
+    ValueError: an example has not one label, or labels mark classes.
+  """
+  labels = rows.labels
+  num_classes = rows.num_classes
+  if votes.has_shares(labels, rows.label_weight):
+    shares = votes.shares(labels, num_classes, rows.label_weight)
+    return shares, np.arange(num_classes), 'probabilities'
+  if target == 'votes' or labels.shape[1] == 1:
+    y = labels if target == 'votes' else rows.label
+    return y, np.unique(labels[labels >= 0]), target
+  if are_marks(labels, labels.shape[1]):
+    raise ValueError(
+      f'labels are {list(labels.shape)} of 0 and 1: classes that are marked must be their numbers, '
+      'padded with -1; for votes set --target=votes'
+    )
+  return votes.indicator(labels, num_classes).astype(int), np.arange(num_classes), target
+
+
+def places(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
+  """The number of each label among the sorted classes; -1 for what is none of them."""
+  found = np.minimum(np.searchsorted(classes, labels), len(classes) - 1)
+  return np.where(classes[found] == labels, found, -1)
 
 
 def _kind(y, like):

@@ -16,7 +16,7 @@ from sklearn.linear_model import LogisticRegression
 
 from het_plugin import reporting
 from het_plugin.commands import probe
-from het_plugin.estimators import DetClassifier, classifier, lbfgs, resuming
+from het_plugin.estimators import DetClassifier, classifier, lbfgs, resuming, targets
 from het_plugin.estimators import probe as grid
 from het_plugin.estimators.probe import choose
 from het_plugin.estimators.settings import GridSettings
@@ -242,7 +242,7 @@ def test_marked_classes_are_no_class_numbers(few):
   y = np.arange(400).reshape(100, 4) % 3 % 2
   with pytest.raises(ValueError, match=r'labels are \[100, 4\] of 0 and 1: classes that are mar'):
     probe.probe((x, y), None, settings())
-  assert probe.targets_of(probe.read((x, y), '')[0], 'votes')[1].tolist() == [0, 1]
+  assert targets.of_rows(probe.read((x, y), '')[0], 'votes')[1].tolist() == [0, 1]
 
 
 def test_scores_of_many_classes_are_held_in_blocks(few, monkeypatch):
