@@ -168,8 +168,8 @@ class SplitFiles:
     def write() -> None:
       if batches_of and not wrong:
         arrays = {x: np.concatenate([rows[x] for rows in batches_of]) for x in batches_of[0]}
-        of_process = jax.process_index(), jax.process_count(), len(arrays['index'])
-        path = _Part(position, num_rows, *of_process, self.unfinished).path
+        process = f'{jax.process_index():05}-of-{jax.process_count():05}'
+        path = self.unfinished / f'{position:012}.{num_rows}.{len(arrays["index"])}.{process}.npz'
         with run_files.replacing(path) as unfinished, unfinished.open('wb') as file:
           # The stub takes each array for `allow_pickle`, the only keyword that it names.
           np.savez(file, **arrays)  # ty: ignore[invalid-argument-type]
@@ -304,17 +304,12 @@ class _Part(NamedTuple):
   process: int
   num_processes: int
   own: int
-  folder: Path
+  path: Path
 
   @classmethod
   def of(cls, path: Path) -> '_Part':
     position, num_rows, own, process, _, num_processes = re.split('[.-]', path.stem)
-    return cls(*map(int, (position, num_rows, process, num_processes, own)), path.parent)
-
-  @property
-  def path(self) -> Path:
-    process = f'{self.process:05}-of-{self.num_processes:05}'
-    return self.folder / f'{self.position:012}.{self.num_rows}.{self.own}.{process}.npz'
+    return cls(*map(int, (position, num_rows, process, num_processes, own)), path)
 
 
 def _last_of_all(parts: Sequence[_Part]) -> _Part | None:
