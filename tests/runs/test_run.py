@@ -83,13 +83,18 @@ def test_pooling():
   assert float(as_rows(tokens, 'mean')[0, 0]) == 1.00390625
 
 
-def test_match_channels():
+def test_match_channels(tmp_path):
   image = jnp.arange(12.0).reshape(1, 2, 2, 3)
   assert match_channels(image, 3) is image
   np.testing.assert_allclose(match_channels(image, 1), image.mean(-1, keepdims=True))
   assert match_channels(image[..., :1], 3).shape == (1, 2, 2, 3)
   with pytest.raises(ValueError, match='3 channels cannot be turned into 4'):
     match_channels(image, 4)
+  np.savez(tmp_path / 'rgb.npz', image=np.zeros((2, 2, 2, 3), np.uint8), label=np.arange(2))
+  run = Run(None, PjitPartitioner(), None, None, image_size=2, channels=4)
+  split = run.open_split('train', task=f'npz:{tmp_path}/rgb.npz', batch_size=8)
+  with pytest.raises(ValueError, match='3 channels cannot be turned into 4'), split:
+    pass
 
 
 def test_the_fingerprint_of_parameters():
