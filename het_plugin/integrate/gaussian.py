@@ -152,6 +152,11 @@ class GaussianLogits:
   link: str = struct.field(pytree_node=False, default='softmax')
   location_from: Linear | None = None
 
+  def __repr__(self) -> str:
+    """Says what these are, without arrays: JAX and optax show it where logits [B, K] belong."""
+    shape = getattr(self.location, 'shape', None)
+    return f'GaussianLogits(location={shape}, num_classes={self.num_classes}), for an Integrator'
+
   @property
   def noise(self) -> LowRank:
     """The covariance; ValueError if the classifier is deterministic."""

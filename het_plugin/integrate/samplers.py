@@ -64,7 +64,16 @@ def example_keys(key: jax.Array, index: jax.Array) -> jax.Array:
 
   Returns:
     Typed keys [B] of the kind 'threefry2x32', whatever the kind of `key`.
+
+  Raises:
+    ValueError: index is no array of integers [B].
   """
+  shape = jnp.shape(index)
+  dtype = jnp.result_type(index)
+  if len(shape) != 1 or not jnp.issubdtype(dtype, jnp.integer):
+    raise ValueError(
+      f'example_keys: index must be integers [B], one per example; got {dtype} {shape}'
+    )
   return jax.vmap(jax.random.fold_in, (None, 0))(_threefry(key), index)
 
 

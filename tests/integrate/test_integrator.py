@@ -751,6 +751,11 @@ def test_impossible_requests_are_named():
   for keys in (None, jax.random.key(0), keys_of()[:2], jnp.arange(B)):
     with pytest.raises(ValueError, match=r'need typed keys \[3\], one per example'):
       Integrator(2).log_prob(gaussian(arrays, 'linear'), keys)
+  for index in (B, jnp.zeros((B, 1), jnp.int32), jnp.arange(B, dtype=jnp.float32)):
+    with pytest.raises(ValueError, match='index must be integers \\[B\\], one per example; got'):
+      example_keys(jax.random.key(0), index)
+  with pytest.raises(TypeError, match='GaussianLogits.*for an Integrator'):
+    jnp.asarray(gaussian(arrays, 'linear'))
   mesh = make_mesh(1, 3)
   with pytest.raises(ValueError, match='class_multiple'):
     sharded(Integrator(2).log_prob, mesh)(gaussian(arrays, 'linear'), keys_of())
