@@ -78,6 +78,8 @@ def run(settings: Settings) -> reporting.Report:
     usual = 'train', runs.run.default_split(task_name(settings.dataset or ''))
     train, *others = settings.represented('het_plugin.probe', splits or usual)
     test = others[0] if others else None
+  elif train and test:
+    runs.sources.different((train, test))
   fits = part(settings, GridSettings)
   return probe(train or '', test or None, fits, settings.ood, settings.unfinished)
 

@@ -286,10 +286,6 @@ def _halves(texts: Sequence[str]) -> list[fewshot.Split]:
 
 def _measured(name: str, sources: Sequence[str], settings: Settings) -> dict[str, Any]:
   """The row of a candidate in the JSON, from (train, test), or leaving one out from (train,)."""
-  opened = map(runs.sources.open_source, sources)
-  file, *of_test = map(runs.sources.file_of, opened, ('train', None)[: len(sources)])
-  if file in of_test and file is not None:
-    raise ValueError(f'--train={sources[0]} and --test={sources[1]} are one file, {file}')
   arrays = [x for half in _halves(sources) for x in (half.x, half.y)]
   sigma = measures.rankme.singular_values(arrays[0], settings.max_examples)
   return {

@@ -100,6 +100,8 @@ class GridSettings(Grid):
 
   def __post_init__(self):
     super().__post_init__()
+    if len(set(self.heads)) < len(self.heads):
+      raise ValueError(f'--heads={",".join(self.heads)} must name each head once')
     if self.baseline is not None and self.baseline not in self.heads:
       raise ValueError(f'--baseline={self.baseline} must be one of --heads={",".join(self.heads)}')
 

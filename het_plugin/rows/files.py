@@ -44,7 +44,7 @@ from het_plugin.rows.rows import Rows
 from het_plugin.system import run_files, temporary
 from het_plugin.weights.files import SAFETENSORS_DTYPES, as_stored, save_safetensors
 
-FEATURE_NAMES = ('features', 'representations', 'embeddings', 'pre_logits', 'x', 'X')
+FEATURE_NAMES = ('features', 'representations', 'embeddings', 'embedding', 'pre_logits', 'x', 'X')
 LABEL_NAMES = ('label', 'labels', 'y', 'target', 'targets')
 VALUE_NAMES = ('log_prob', 'prob', 'logits')
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -298,6 +298,11 @@ def _read_parquet(path: str) -> dict[str, np.ndarray]:
           )
         whole[start - len(part) : start] = part
       arrays[name] = _stacked(name, parts) if whole is None else whole
+    if not arrays.keys() & {*FEATURE_NAMES, *VALUE_NAMES}:
+      raise ValueError(
+        f'there must be exactly one of the arrays {", ".join(FEATURE_NAMES)}, a column of lists; '
+        f'there are the columns {", ".join(file.schema_arrow.names[:_SHOWN])}'
+      )
   return arrays
 
 
@@ -560,8 +565,10 @@ def _beside(
   x = arrays[name]
   if x.shape != shape or x.dtype.kind not in kinds:
     type_ = 'floating point' if kinds == 'f' else 'integers'
+    numbered = '; numpy.unique(names, return_inverse=True) numbers names'
     raise ValueError(
       f'{name} is {x.dtype} {list(x.shape)}; it must be {type_} {list(shape)}, as the labels are'
+      f'{numbered if kinds == "iu" and x.dtype.kind in "USO" else ""}'
     )
   return x.astype(np.float32 if kinds == 'f' else np.int32)
 

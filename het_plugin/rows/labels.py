@@ -70,20 +70,31 @@ def label_rows(labels: np.ndarray, num_examples: int) -> np.ndarray:
     ValueError: they are not integers of this shape, or int32 cannot hold one.
   """
   if labels.dtype.kind not in 'iu' or labels.ndim not in (1, 2) or len(labels) != num_examples:
-    hint = '; labels.astype(int) makes them so'
-    if labels.dtype.kind in 'USO':
-      hint = '; numpy.unique(names, return_inverse=True) numbers names'
-    elif labels.dtype.kind in 'iu':
-      hint = ''
     raise ValueError(
       f'labels are {labels.dtype} {list(labels.shape)}; they must be integers [N] or [N, L] with '
-      f'N = {num_examples}, the number of examples{hint}'
+      f'N = {num_examples}, the number of examples{_hint(labels)}'
     )
   largest = np.iinfo(np.int32).max
   if labels.size and (labels.max() > largest or labels.min() < -largest):
     wrong = labels.max() if labels.max() > largest else labels.min()
     raise ValueError(f'there is the label {int(wrong)}; labels must be at most {largest}')
   return (labels[:, None] if labels.ndim == 1 else labels).astype(np.int32)
+
+
+def _hint(labels: np.ndarray) -> str:
+  """What makes class numbers of labels of another type, without a loss."""
+  if labels.dtype.kind in 'USO':
+    return '; numpy.unique(names, return_inverse=True) numbers names'
+  if labels.dtype.kind != 'f':
+    return ''
+  is_given = ~np.isnan(labels)
+  if not (labels[is_given] == np.round(labels[is_given])).all():
+    return '; these have fractions: of soft labels, take the class with the largest share'
+  if not is_given.all() and labels.ndim == 1:
+    return f'; {np.count_nonzero(~is_given)} are NaN: leave out the rows without a label'
+  if not is_given.all():
+    return '; numpy.nan_to_num(labels, nan=-1).astype(int) makes them so'
+  return '; labels.astype(int) makes them so'
 
 
 def are_marks(labels: np.ndarray, num_classes: int) -> bool:
@@ -105,9 +116,12 @@ def check_range(where: str, labels: np.ndarray, num_classes: int | None) -> None
   if wrong.any():
     last = 'K - 1' if num_classes is None or highest < 0 else highest
     i = int(np.flatnonzero(wrong.any(axis=1))[0])
+    none = ', or -1 for none' if lowest else ''
+    if labels.shape[1] == 1 and labels[i] == -1:
+      none = f'; leave out the {np.count_nonzero(labels == -1):,} rows with -1, which have no label'
     raise ValueError(
       f'{where}label {int(labels[i][wrong[i]][0])} of example {i} is out of range; labels are 0 .. '
-      f'{last}{", or -1 for none" if lowest else ""}.'
+      f'{last}{none}.'
     )
 
 

@@ -230,14 +230,27 @@ def halves(text: str) -> tuple[str, str | None]:
   )
 
 
+def different(texts: Sequence[str]) -> list[Source]:
+  """A training source, and a test source if there is one.
+
+  Raises:
+    ValueError: as `open_source` does, or both are one file.
+  """
+  found = list(map(open_source, texts))
+  of_train, *of_test = map(file_of, found, ('train', None)[: len(texts)])
+  if of_train in of_test and of_train is not None:
+    raise ValueError(f'--train={texts[0]} and --test={texts[1]} are one file, {of_train}')
+  return found
+
+
 def read_pair(texts: Sequence[str]) -> list[Rows]:
   """Rows with features of a training source, and of a test source if there is one (`rows.paired`).
 
   Raises:
-    ValueError: as `open_source` and `rows.paired` do.
+    ValueError: as `different` and `rows.paired` do.
   """
   splits = ('train', None)[: len(texts)]
-  found = [open_source(text).rows(split) for text, split in zip(texts, splits, strict=True)]
+  found = [source.rows(split) for source, split in zip(different(texts), splits, strict=True)]
   if len(found) == 2:
     found[1] = rows_lib.paired(texts, found[0].meaning, found[1])
   return found

@@ -1,6 +1,7 @@
 """`python -m het_plugin.fewshot`: files and checkpoints in, tables, JSON and a page out."""
 
 import json
+import shutil
 import types
 
 import ml_dtypes
@@ -170,9 +171,9 @@ def test_other_test_rows_are_found_before_a_fit(files, run_main, monkeypatch):
   monkeypatch.setattr(fewshot, '_evaluate', None)
   train, test = files['clean']
   other_train, _ = files['noisy']
-  given = f'--train={train}', f'--test={test}', f'--train={other_train}', f'--test={other_train}'
+  given = f'--train={train}', f'--test={test}', f'--train={other_train}', f'--test={train}'
   message = run_main(fewshot, *given, '--names=a,b', code=2)
-  assert f"--test={other_train} has other rows than the test file of 'a'" in message
+  assert f"--test={train} has other rows than the test file of 'a'" in message
 
 
 def test_the_splits_of_a_file(files, run_main, tmp_path):
@@ -279,7 +280,8 @@ def test_votes_count_as_the_most_frequent_one(tmp_path):
   for name, labels in files.items():
     path = str(tmp_path / f'{name}.npz')
     rows.write(path, rows.Rows({'features': x}, labels.astype(np.int32), np.arange(60)))
-    settings = fewshot.Settings(train=(path,), test=(path,), shots=(5,), seeds=(0,))
+    test = shutil.copy(path, tmp_path / f'{name}_test.npz')
+    settings = fewshot.Settings(train=(path,), test=(str(test),), shots=(5,), seeds=(0,))
     if name == 'classes':
       with pytest.raises(
         ValueError, match='classes.npz: example 0 has 2 labels, and none is there t'

@@ -425,6 +425,10 @@ def test_wrong_settings_are_one_sentence(files, tmp_path):
   assert settings(num_factors=range(1, 3)).num_factors == range(1, 3)
   with pytest.raises(ValueError, match='--baseline=het must be one of'):
     settings(baseline='het')
+  with pytest.raises(ValueError, match='--heads=det,det must name each head once'):
+    settings(heads=('det', 'det'))
+  with pytest.raises(ValueError, match='are one file'):
+    probe.run(probe.Settings(train=files[0], test=files[0]))
   np.savez(tmp_path / 'other.npz', features=np.ones((4, 5), np.float32), label=np.arange(4))
   with pytest.raises(ValueError, match='other.npz has D 5 and'):
     probe.probe(files[0], str(tmp_path / 'other.npz'), settings())

@@ -110,7 +110,27 @@ def test_npy_with_labels_and_splits_in_one_file(tmp_path):
       '2 rows that are not finite in float32, first row 1',
     ),
     (dict(features=np.ones((1, 1)), label=np.array([2**32 + 1])), 'label 4294967297'),
-    (dict(features=np.ones((1, 1)), label=np.array([0.0])), r'labels are float64 \[1\]'),
+    (
+      dict(features=np.ones((1, 1)), label=np.array([0.0])),
+      r'examples; labels.astype\(int\) makes',
+    ),
+    (dict(features=np.ones((1, 1)), label=np.array([0.5])), 'these have fractions: of soft labels'),
+    (
+      dict(features=np.ones((2, 1)), label=np.array([0.0, np.nan])),
+      '1 are NaN: leave out the rows without a label',
+    ),
+    (
+      dict(features=np.ones((1, 1)), label=np.array([[0.0, np.nan]])),
+      r'numpy.nan_to_num\(labels, nan=-1\).astype\(int\) makes',
+    ),
+    (
+      dict(features=np.ones((3, 1)), label=np.array([0, -1, -1])),
+      'label -1 of example 1 is out of range.*leave out the 2 rows with -1',
+    ),
+    (
+      dict(features=np.ones((1, 1)), label=np.zeros(1, int), annotator=np.array(['bob'])),
+      'annotator is <U3.*as the labels are; numpy.unique',
+    ),
     (
       dict(features=np.ones((2, 2)), label=np.zeros(2, int), index=np.zeros(2, int)),
       'ids in index must be distinct',
@@ -336,7 +356,10 @@ def test_names_of_a_test_file_have_the_numbers_of_the_training(tmp_path):
 @pytest.mark.parametrize(
   'columns, message',
   [
-    ({'label': [0, 1]}, 'exactly one of the arrays features'),
+    (
+      {'label': [0, 1], 'vector': [[1.0], [1.0]]},
+      'exactly one of the arrays features.*there are the columns label, vector',
+    ),
     ({'x': [[1.0], [1.0, 2.0]], 'y': [0, 1]}, 'x has 2 values in row 1 and 1 in row 0'),
     ({'x': [[1.0], None], 'y': [0, 1]}, 'x has no value in row 1'),
     ({'x': [[1.0], [np.nan]], 'y': [0, 1]}, 'not finite in float32, first row 1'),
