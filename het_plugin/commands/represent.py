@@ -272,7 +272,7 @@ def convert(settings: Settings) -> dict[str, Any]:
       columns = {'features': features}
       converted = dataclasses.replace(read, columns=columns, provenance=provenance)
       files.write(target.path(_ARRAYS_LAYER), converted)
-    rows.append(_row(target, _ARRAYS_LAYER, {} if pending else None))
+    rows += json.loads(_rows(target, [_ARRAYS_LAYER], pending, {}))
   return {'arrays': source, 'files': rows}
 
 
@@ -287,28 +287,24 @@ def _rows(
   new: Sequence[str],
   speed: Mapping[str, float],
 ) -> str:
-  """The rows of a split's files as JSON; `speed` is of the `new` layers."""
-  return json.dumps([_row(target, layer, speed if layer in new else None) for layer in layers])
-
-
-def _row(
-  target: runs.unfinished.SplitFiles, layer: str, speed: Mapping[str, float] | None
-) -> dict[str, Any]:
-  """The row of a file; speed is None if the file was already complete."""
-  source = target.source(layer)
-  if speed is None:
-    print(f'{source} is complete already.', flush=True)
-  provenance = files.read_provenance(target.written(layer)[0])
-  return {
-    'split': target.split,
-    'layer': layer,
-    'num_examples': provenance['num_examples'],
-    'dim': provenance['dim'],
-    'file': source,
-    'seconds': None,
-    'images_per_second': None,
-    **(speed or {}),
-  }
+  """The rows of a split's files as JSON; `speed` is of the `new` layers, others were complete."""
+  rows = []
+  for layer in layers:
+    source = target.source(layer)
+    if layer not in new:
+      print(f'{source} is complete already.', flush=True)
+    provenance = files.read_provenance(target.written(layer)[0])
+    row: dict[str, Any] = {
+      'split': target.split,
+      'layer': layer,
+      'num_examples': provenance['num_examples'],
+      'dim': provenance['dim'],
+      'file': source,
+      'seconds': None,
+      'images_per_second': None,
+    }
+    rows.append({**row, **speed} if layer in new else row)
+  return json.dumps(rows)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
