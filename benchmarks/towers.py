@@ -4,10 +4,10 @@ transformers and open_clip with the same parameters and each with its own way to
     pip install torch timm transformers open_clip_torch    # not needed by the project
     python -m benchmarks.towers [--json OUT] [--towers ViT-S/16,ViT-B/16,ConvNeXt-T --batches 1,32]
 
-All run on one core, on photographs of 500 x 375 pixels. The others compute in float32, and ours in
---dtype. Ours opens the file that the other project writes, as `het_plugin.represent` does. All take
-turns, and the median of --turns counts. What is not installed is left out; without any of them ours
-runs alone.
+All run on one core, or on --cores, on photographs of 500 x 375 pixels. The others compute in
+float32, and ours in --dtype. Ours opens the file that the other project writes, as
+`het_plugin.represent` does. All take turns, and the median of --turns counts. What is not installed
+is left out; without any of them ours runs alone.
 """
 
 import dataclasses
@@ -39,12 +39,14 @@ class Size:
   timm: str
   width: int = 0  # of a ViT with 12 blocks
   patch_size: int = 16
+  transformers: str = 'ViT'
 
 
 SIZES = {
   'ViT-S/16': Size('vit_small_patch16_224', 384),
   'ViT-B/16': Size('vit_base_patch16_224', 768),
-  'ConvNeXt-T': Size('convnext_tiny'),
+  'DINOv3-S': Size('vit_small_patch16_dinov3', 384, transformers='DINOv3ViT'),
+  'ConvNeXt-T': Size('convnext_tiny', transformers='ConvNext'),
   'test': Size('test_vit', 64, 112),
 }
 
@@ -77,26 +79,24 @@ def in_transformers(size: Size, batch: int, photos: Path, folder: Path) -> Repre
   import torch
   import transformers
 
-  if size.width:
-    config = transformers.ViTConfig(
-      hidden_size=size.width,
-      num_attention_heads=size.width // 64,
-      intermediate_size=4 * size.width,
-      patch_size=size.patch_size,
-    )
-    model = transformers.ViTModel(config, add_pooling_layer=False).eval()
-    processor = transformers.ViTImageProcessor()
-  else:
-    config = transformers.ConvNextConfig()
-    model = transformers.ConvNextModel(config).eval()
-    processor = transformers.ConvNextImageProcessor(size={'shortest_edge': 224})
+  of_vit = {
+    'hidden_size': size.width,
+    'num_attention_heads': size.width // 64,
+    'intermediate_size': 4 * size.width,
+    'patch_size': size.patch_size,
+  }
+  side = {'shortest_edge': 224} if not size.width else {'height': 224, 'width': 224}
+  config = getattr(transformers, f'{size.transformers}Config')(**of_vit if size.width else {})
+  plain = {'add_pooling_layer': False} if size.transformers == 'ViT' else {}
+  model = getattr(transformers, f'{size.transformers}Model')(config, **plain).eval()
+  processor = getattr(transformers, f'{size.transformers}ImageProcessor')(size=side)
   model.save_pretrained(folder)
   processor.save_pretrained(folder)
 
   def of_batch(files):
     images = [Image.open(file).convert('RGB') for file in files]
     found = model(**processor(images, return_tensors='pt'))
-    return (found.last_hidden_state[:, 0] if size.width else found.pooler_output).numpy()
+    return (found.last_hidden_state[:, 0] if plain else found.pooler_output).numpy()
 
   def represent(files):
     with torch.inference_mode():
@@ -155,20 +155,22 @@ PEERS = {'timm': in_timm, 'transformers': in_transformers, 'open_clip': in_open_
 
 def main():
   parser = make_parser(__doc__)
-  parser.add_argument('--towers', type=names(SIZES), default=['ViT-S/16', 'ViT-B/16', 'ConvNeXt-T'])
+  parser.add_argument('--towers', type=names(SIZES), default=[x for x in SIZES if x != 'test'])
   parser.add_argument('--peers', type=names(PEERS), default=list(PEERS))
   parser.add_argument('--batches', type=integers, default=[1, 32])
   parser.add_argument('--dtype', choices=('float32', 'bfloat16'), default='float32', help='of ours')
   parser.add_argument('--images', type=int, default=32)
   parser.add_argument('--turns', type=int, default=3)
+  parser.add_argument('--cores', type=int, default=1)
   args = parser.parse_args()
-  os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before jax counts the cores
+  cores = sorted(os.sched_getaffinity(0))[: args.cores]
+  os.sched_setaffinity(0, cores)  # before jax counts them
   peers = [name for name in args.peers if importlib.util.find_spec(name)]
   if peers:
     import torch
 
     torch.manual_seed(0)
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.cores)
   with tempfile.TemporaryDirectory() as root:
     photos = write_photographs(Path(root) / 'photos', args.images)
     report(
@@ -178,7 +180,7 @@ def main():
         for tower in args.towers
         for peer in peers or [None]
         for batch in args.batches
-        if not (peer == 'open_clip' and SIZES[tower].width == 0)
+        if not (peer == 'open_clip' and SIZES[tower].transformers != 'ViT')
       ],
     )
 

@@ -273,6 +273,8 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
       'put its config.json beside it'
     )
   flat, skipped = renaming.renamed(_joined(arrays), 'ViT', lambda name: _stem(name, _OUTER))
+  if not len(flat.get('registers', '-')):  # DINOv3 of transformers without registers
+    del flat['registers']
   kernel = flat['embedding/kernel']  # [P, P, C, D]
   patch_size = kernel.shape[0]
   width = kernel.shape[-1]

@@ -737,6 +737,8 @@ def test_families_that_differ_from_dinov2_by_their_names(ours):
   with pytest.raises(ValueError, match="model_type='phi4_multimodal_vision' in config.json is"):
     read(dino, model_type='phi4_multimodal_vision')
 
+  tower = read(dino | {'reg_token': np.ones((1, 0, 16))})
+  assert tower.params.keys() == read(dino).params.keys()
   tower = read({x: y for x, y in dino.items() if not x.endswith('attn.proj.bias')})
   np.testing.assert_array_equal(tower.params['backbone/block01/attention/out/bias'], 0)
   hidden = dino['blocks.1.mlp.fc2.bias']  # is kept
