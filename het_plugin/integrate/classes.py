@@ -32,12 +32,17 @@ from het_plugin.integrate.gaussian import (
   masked,
   project,
 )
-from het_plugin.integrate.placement import Placement, bytes_per_device, dims, num_shards
+from het_plugin.integrate.placement import (
+  Placement,
+  budget,
+  bytes_per_device,
+  dims,
+  num_shards,
+)
 
 # Where the logits of all classes are more than the budget, the arrays of a tile take a half of it.
 TILE_SHARE = 2
 TILE_MULTIPLE = 128  # the width of a TPU's registers
-MAX_BYTES = 2**25  # glibc gives larger blocks back to the system at each step
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -57,7 +62,6 @@ class Classes:
     noise: None without noise, and with vectors.
     vectors: [B, n, Q], of one `kind`:
       'samples': the noise of n samples;
-      'pairs': of 2 (n - 1) samples, the first row plus and minus each of the others;
       'factors': what normals are multiplied with, and phi as the last row if it is contained.
     kernel: W [Q, t] that maps the noise space to the classes, or W' of eq. 14.
     kind: that of the vectors.
@@ -84,8 +88,7 @@ class Classes:
   def num_samples(self) -> int:
     """S of logits and vectors that are of samples."""
     rows = self.location if self.vectors is None else self.vectors
-    count = 1 if rows is None else rows.shape[1]
-    return 2 * (count - 1) if self.kind == 'pairs' else count
+    return 1 if rows is None else rows.shape[1]
 
   def zeros(self, *shape: int) -> jax.Array:
     """Zeros [B, ...], float32 or wider; they vary along the axes of a `jax.shard_map` as u does."""
@@ -143,9 +146,6 @@ class Classes:
         z = with_last(z, 0.0)
       # mu is added, not multiplied by a 1, since some devices round the operands of products.
       rows = jnp.einsum('bst,btk->bsk', z, rows) + _repeated(mu[:, 0], z.shape[1])  # [B, S, t]
-    elif self.kind == 'pairs':
-      middle = rows[:, :1] if mu is None else rows[:, :1] + mu
-      rows = jnp.concatenate([middle + rows[:, 1:], middle - rows[:, 1:]], axis=1)
     elif mu is not None:
       rows = rows + mu
     return rows if self.bias is None else rows + self._bias_of(rows)
@@ -297,8 +297,6 @@ def classes_of(
   phi = made.phi[:, None]  # which the same W projects: one product
   if kind == 'factors':
     vectors = jnp.concatenate([vectors, phi], axis=1)
-  elif kind == 'pairs':
-    vectors = jnp.concatenate([vectors[:, :1] + phi, vectors[:, 1:]], axis=1)
   else:
     vectors = vectors + phi
   return Classes(bias=made.bias, vectors=vectors, kernel=kernel, kind=kind)
@@ -322,18 +320,21 @@ class Tiling:
   placement: Placement
 
   @classmethod
-  def of(cls, logits: GaussianLogits, num_rows: int, max_bytes: int) -> 'Tiling':
+  def of(cls, logits: GaussianLogits, num_rows: int, max_bytes: int | None) -> 'Tiling':
     """All classes in one tile if arrays of `num_rows` values per example and class take at most
-    `max_bytes` per device; otherwise tiles whose arrays take a share of it.
+    `max_bytes` per device (None: `placement.budget`); otherwise tiles whose arrays take a share of
+    it. With None, they have no fewer classes than fill a TPU's registers.
     """
     size = logits.location.shape[-1]
     placement = placement_of(logits)
     location = bytes_per_device(logits.location)
-    if num_rows * location > max_bytes and not isinstance(logits.projection, Opaque):
+    limit = budget(max_bytes)
+    if num_rows * location > limit and not isinstance(logits.projection, Opaque):
       # Each value exists twice: exponentials beside logits, gradients beside rows.
       bytes_a_class = 2 * num_rows * location * num_shards('vocab') / size
-      size = max(1, int(max_bytes / TILE_SHARE / bytes_a_class))
-      size = max(size // TILE_MULTIPLE * TILE_MULTIPLE, min(size, TILE_MULTIPLE))
+      fit = max(1, int(limit / TILE_SHARE / bytes_a_class))
+      least = TILE_MULTIPLE if max_bytes is None else min(fit, TILE_MULTIPLE)
+      size = max(fit // TILE_MULTIPLE * TILE_MULTIPLE, least)
     return cls(size, logits.num_classes, placement)
 
   @property
@@ -511,12 +512,8 @@ class EveryClass:
     """
 
     def local(classes: Classes, buckets: Any, constants: Any, arrays: Any) -> Any:
-      def body(carry: tuple[jax.Array, jax.Array], tile: Tile) -> tuple[jax.Array, jax.Array]:
-        best, ids = carry
-        new = tile.masked(value(tile, constants, arrays))  # [B, t]
-        own = jnp.broadcast_to(tile.ids.astype(jnp.int32), new.shape)
-        best = jnp.concatenate([best, new], axis=-1)  # [B, k + t]
-        return best_of(best, jnp.concatenate([ids, own], axis=-1), k)
+      def body(best: Best, tile: Tile) -> Best:
+        return best_so_far(best, tile.masked(value(tile, constants, arrays)), tile, k)
 
       start = classes.zeros(k) + 2 * PADDED
       found = fold(self.tiling, classes, body, (start, jnp.zeros_like(start, jnp.int32)), buckets)
@@ -627,19 +624,47 @@ def largest(tiling: Tiling, log_p: jax.Array, k: int) -> tuple[jax.Array, jax.Ar
   return jnp.stack(top, axis=-1), jnp.stack(values, axis=-1)
 
 
-def best_of(values: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-  """The k largest of n candidates [B, n]: values and class ids [B, k]."""
-  if not isinstance(values.shape[0], int):  # TensorFlow has no `top_k` of a symbolic B
-    values, ids = jax.lax.sort((-values, ids), num_keys=1)
-    return -values[:, :k], ids[:, :k]
-  values, at = jax.lax.top_k(values, k)
+Best = tuple[jax.Array, jax.Array]  # the k largest values [B, k], and their class ids
+
+
+def best_so_far(
+  best: Best | None, values: jax.Array, tile: Tile, k: int, recall: float = 1.0
+) -> Best:
+  """The k largest of those that were found before, None at the first tile, and of a tile [B, t].
+
+  With a `recall` below 1, about this share of them: others may stand in the place of the smaller
+  ones. A TPU then sorts few values.
+  """
+  values, at = _top_k(values, min(k, values.shape[-1]), recall)
+  ids = at + tile.ids[0].astype(jnp.int32)
+  if best is None:
+    return values, ids
+  values = jnp.concatenate([best[0], values], axis=-1)
+  return _best_of(values, jnp.concatenate([best[1], ids], axis=-1), k)
+
+
+def _best_of(values: jax.Array, ids: jax.Array, k: int) -> Best:
+  """The k largest of n candidates [B, n]."""
+  values, at = _top_k(values, k)
   return values, jnp.take_along_axis(ids, at, axis=-1, mode='promise_in_bounds')
 
 
-def best_of_shards(
-  tiling: Tiling, values: jax.Array, ids: jax.Array, k: int
-) -> tuple[jax.Array, jax.Array]:
-  """`best_of` the candidates [B, n] of all devices that share the classes, inside `shard_map`.
+def _top_k(values: jax.Array, k: int, recall: float = 1.0) -> tuple[jax.Array, jax.Array]:
+  """The k largest values [B, k] of [B, n], and where they are."""
+  if not isinstance(values.shape[0], int):  # TensorFlow has no `top_k` of a symbolic B
+    at = jnp.broadcast_to(jnp.arange(values.shape[1], dtype=jnp.int32), values.shape)
+    values, at = jax.lax.sort((-values, at), num_keys=1)
+    return -values[:, :k], at[:, :k]
+  exact = functools.partial(jax.lax.top_k, k=k)
+  if recall == 1.0:
+    return exact(values)
+  rough = functools.partial(jax.lax.approx_max_k, k=k, recall_target=recall)
+  return jax.lax.platform_dependent(values, tpu=rough, default=exact)
+
+
+def best_of_shards(tiling: Tiling, values: jax.Array, ids: jax.Array, k: int) -> Best:
+  """The k largest of the candidates [B, n] of all devices that share the classes, inside
+  `shard_map`.
 
   They come in the order of the classes, so that the first of equal ones is kept.
   """
@@ -647,10 +672,10 @@ def best_of_shards(
   if axes is None:
     return values, ids
   values, ids = (jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (values, ids))
-  return best_of(values, ids, k)
+  return _best_of(values, ids, k)
 
 
-def top_class(logits: GaussianLogits, max_bytes: int = MAX_BYTES) -> jax.Array:
+def top_class(logits: GaussianLogits, max_bytes: int | None = None) -> jax.Array:
   """The class with the largest location, int32 [B]; never a padded one.
 
       >>> import jax.numpy as jnp
@@ -660,7 +685,8 @@ def top_class(logits: GaussianLogits, max_bytes: int = MAX_BYTES) -> jax.Array:
       >>> top_class(logits).tolist()
       [1]
 
-  A location larger than `max_bytes` is searched in tiles, if it can be made on demand.
+  A location larger than `max_bytes` (None: as in `Integrator`) is searched in tiles, if it can be
+  made on demand.
   """
   tiling = Tiling.of(logits, 1, max_bytes)
   if tiling.is_whole or linear_location(logits) is None:

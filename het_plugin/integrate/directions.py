@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 
 from het_plugin.integrate.gaussian import LowRank
-from het_plugin.integrate.samplers import Sampler
+from het_plugin.integrate.samplers import Index, Sampler
 
 NUM_DIRECTIONS = 8
 NUM_ROUNDS = 2
@@ -40,11 +40,11 @@ class Draws:
   keys: jax.Array
   rotation: Rotation | None = None
 
-  def normals(self, sampler: Sampler, sample_index: jax.Array, num_normals: int) -> jax.Array:
+  def normals(self, sampler: Sampler, sample_index: Index, num_normals: int) -> jax.Array:
     """z [B, s, T], or [1, s, T] if all examples share it."""
     return rotated(sampler(self.keys, sample_index, num_normals), self.rotation)
 
-  def log_weight(self, sample_index: jax.Array) -> None:
+  def log_weight(self, sample_index: Index) -> None:
     """None: all points with numbers [s] count alike."""
     del sample_index
 

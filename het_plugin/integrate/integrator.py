@@ -10,7 +10,7 @@ import numpy as np
 from jax import core
 
 from het_plugin.integrate import samplers
-from het_plugin.integrate.classes import MAX_BYTES, linear_location
+from het_plugin.integrate.classes import linear_location
 from het_plugin.integrate.directions import Draws
 from het_plugin.integrate.gaussian import GaussianLogits, Hashed, Opaque, checked, masked, over_tau
 from het_plugin.integrate.placement import on_mesh_of_caller
@@ -61,7 +61,8 @@ class Integrator:
       logits; unbiased as well.
     max_bytes: budget of the logits of all samples and classes, in bytes per device; with a symbolic
       B, of those of one example. Above it they are made in tiles of classes, whose arrays take a
-      half of it: memory is then independent of K and S, and every logit is computed twice.
+      half of it: memory is then independent of K and S, and every logit is computed twice. None is
+      32 MiB on CPUs and 128 MiB on other devices, in tiles of at least 128 classes.
     principal_factors: m >= 1, the factors of HET-XL that the exact method projects by W instead of
       R + 1; the rest is noise that is independent across dimensions (`principal`), and costs as
       much as one factor more. None, or m of at least R, is the exact integral. Applies to the link
@@ -74,7 +75,7 @@ class Integrator:
   method: str = 'auto'
   rotate: bool = True
   tilt: bool = True
-  max_bytes: int = MAX_BYTES
+  max_bytes: int | None = None
   principal_factors: int | None = None
 
   def __post_init__(self):

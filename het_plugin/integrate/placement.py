@@ -13,6 +13,9 @@ from jax import export
 from het_plugin.integrate.gaussian import GaussianLogits
 
 LOGICAL_AXES = ('batch', 'vocab')  # of logits [B, K]
+# Bytes of logits that are made at one time.
+CPU_BYTES = 2**25  # glibc gives larger blocks back to the system at each step
+DEVICE_BYTES = 2**27  # each loop over tiles costs a TPU a copy of W in bfloat16, and zeros as large
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
@@ -137,6 +140,15 @@ def mesh_axes(logical_axis: str) -> str | tuple[str, ...] | None:
     return None
   axes = flax_partitioning.logical_to_mesh_axes(LOGICAL_AXES) or (None, None)
   return axes[LOGICAL_AXES.index(logical_axis)]
+
+
+def budget(max_bytes: int | None) -> int:
+  """`max_bytes`, or if it is None that of the devices of the active mesh or the default ones."""
+  if max_bytes is not None:
+    return max_bytes
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  platform = jax.default_backend() if device is None else device.platform
+  return CPU_BYTES if platform == 'cpu' else DEVICE_BYTES
 
 
 def bytes_per_device(logits: jax.Array) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from het_plugin.integrate.classes import Classes, Tiling, classes_of
@@ -25,9 +26,9 @@ from het_plugin.integrate.gaussian import (
   Opaque,
   project,
 )
-from het_plugin.integrate.placement import bytes_per_device
+from het_plugin.integrate.placement import budget, bytes_per_device
 from het_plugin.integrate.proposal import Chosen, choose, directions
-from het_plugin.integrate.samplers import FixedPoints, Sampler, checked_keys, sobol
+from het_plugin.integrate.samplers import FixedPoints, Index, Sampler, checked_keys, sobol
 
 # `MIN_ROTATED` or more Sobol points are rotated.
 MIN_ROTATED = 32
@@ -85,7 +86,7 @@ class Samples:
     return jax.lax.scan(lambda total, c: (add(total, c), None), first, rest)[0]
 
 
-def of_location(logits: GaussianLogits, max_bytes: int) -> Samples:
+def of_location(logits: GaussianLogits, max_bytes: int | None) -> Samples:
   """The one sample of logits without noise."""
   return Samples(Tiling.of(logits, 1, max_bytes), 1, 1, lambda _: Chunk(classes_of(logits)))
 
@@ -98,7 +99,7 @@ class Sampling:
   sampler: Sampler
   rotate: bool
   tilt: bool
-  max_bytes: int
+  max_bytes: int | None
 
   def samples(
     self,
@@ -173,14 +174,14 @@ class Sampling:
     noise = logits.noise
     projection = logits.projection
 
-    def normals(index: jax.Array) -> jax.Array:
+    def normals(index: Index) -> jax.Array:
       """z [B, s, T]."""
       z = draws.normals(self.sampler, index, noise.num_normals)
       # Shared draws are repeated per example: as one product for the batch, with classes and
       # examples in one dimension, samples took 1.6 times as long on a CPU.
       return jnp.broadcast_to(z, (batch, *z.shape[1:])).astype(noise.diag.dtype)
 
-    def classes_at(index: jax.Array) -> tuple[Classes, jax.Array | None]:
+    def classes_at(index: Index) -> tuple[Classes, jax.Array | None]:
       """The classes of samples with numbers [s], and their normals."""
       if isinstance(projection, Opaque):
         z = normals(index)
@@ -190,13 +191,6 @@ class Sampling:
       if isinstance(projection, Linear):
         if projects_factors(logits, num_samples):
           return classes_of(logits, noise.factors(), 'factors'), normals(index)
-        if isinstance(draws, Chosen) and num_chunks == 1:
-          # Only the mean and the differences are projected.
-          mean, away = draws.mean_and_away(
-            self.sampler, index[: draws.num_pairs], noise.num_normals
-          )
-          rows = jnp.concatenate([mean, away], axis=1).astype(noise.diag.dtype)
-          return classes_of(logits, noise.noise(rows), 'pairs'), None
         return classes_of(logits, noise.noise(normals(index))), None
       location = logits.location[:, None]
       if _has_tiles(logits):
@@ -206,7 +200,7 @@ class Sampling:
       return Classes(location=location + eps), None
 
     def chunk(c: jax.Array | int) -> Chunk:
-      index = c * size + jnp.arange(size)
+      index = c * size + np.arange(size)  # a constant where all samples are one chunk
       log_weight = draws.log_weight(index)
       if num_samples % size:
         log_weight = jnp.zeros(size) if log_weight is None else log_weight
@@ -227,7 +221,7 @@ def _has_tiles(logits: GaussianLogits) -> bool:
   return isinstance(projection, Linear) or logits.noise.remainder == 'rank_one'
 
 
-def _samples_at_once(logits: GaussianLogits, num_samples: int, max_bytes: int) -> int:
+def _samples_at_once(logits: GaussianLogits, num_samples: int, max_bytes: int | None) -> int:
   """Samples of a chunk."""
   num_classes = logits.location.shape[-1]
   noise = logits.noise
@@ -237,7 +231,7 @@ def _samples_at_once(logits: GaussianLogits, num_samples: int, max_bytes: int) -
   elif isinstance(logits.projection, Linear) and not projects_factors(logits, num_samples):
     num_values += noise.diag.shape[-1]
   bytes_a_sample = bytes_per_device(logits.location) * num_values / num_classes
-  return min(num_samples, max(1, int(max_bytes / bytes_a_sample)))
+  return min(num_samples, max(1, int(budget(max_bytes) / bytes_a_sample)))
 
 
 def projects_factors(logits: GaussianLogits, num_samples: int) -> bool:

@@ -20,8 +20,9 @@ from het_plugin.integrate.sobol_sequence import (
   sobol_points,
 )
 
+Index = jax.Array | np.ndarray  # a constant where it is known
 # (keys [B], sample indices [s], number of normals) -> [B, s, number of normals]
-Sampler = Callable[[jax.Array, jax.Array, int], jax.Array]
+Sampler = Callable[[jax.Array, Index, int], jax.Array]
 
 # Coefficients of erfinv(x) / x, highest power first: of w - 2.5, and of sqrt(w) - 3 in the tail.
 _CENTRE = (
@@ -119,7 +120,7 @@ def normal_quantile(x: jax.Array) -> jax.Array:
   return jnp.float32(2**0.5) * result * x
 
 
-def iid(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array:
+def iid(keys: jax.Array, sample_index: Index, num_normals: int) -> jax.Array:
   """Independent normals.
 
   Args:
@@ -140,7 +141,7 @@ def iid(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array
   return jax.vmap(jax.vmap(one, (None, 0)), (0, None))(_threefry(keys), sample_index)
 
 
-def sobol(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array:
+def sobol(keys: jax.Array, sample_index: Index, num_normals: int) -> jax.Array:
   """Sobol's sequence, scrambled, mapped to normals by the inverse of their CDF.
 
   The key of each example gives a random lower triangular matrix and a random shift of the digits of
@@ -156,9 +157,14 @@ def sobol(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Arr
     rest = iid(keys, sample_index, num_normals - MAX_DIMENSIONS)
     return jnp.concatenate([leading, rest], axis=-1)
 
+  # Indices that are constants have few digits, and zeros before them change no point.
+  is_constant = isinstance(sample_index, np.ndarray)
+  num_digits = int(sample_index.max()).bit_length() if is_constant else 32
+
   def points(key):
     bits = jax.random.bits(key, (num_normals, 33), jnp.uint32)
-    return sobol_points(sample_index, scrambled_directions(bits[:, :32])) ^ bits[:, 32]
+    directions = scrambled_directions(bits[:, :32], num_digits)
+    return sobol_points(sample_index, directions) ^ bits[:, 32]
 
   # The middle of one of 2^23 equal intervals of (-1, 1) is exact in float32 and never an end.
   uniform = ((jax.vmap(points)(_threefry(keys)) >> 9).astype(jnp.float32) + 0.5) * 2.0**-22 - 1.0
@@ -189,9 +195,7 @@ class FixedPoints:
   num_samples: int
   seed: int = 0
 
-  def __call__(
-    self, keys: jax.Array | None, sample_index: jax.Array, num_normals: int
-  ) -> jax.Array:
+  def __call__(self, keys: jax.Array | None, sample_index: Index, num_normals: int) -> jax.Array:
     """Points [1, s, num_normals] of sample_index int32 [s]; `keys` is ignored."""
     return jnp.take(_points(self, num_normals), sample_index, axis=1, mode='clip')
 

@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from het_plugin.integrate.classes import (
-  MAX_BYTES,
   Classes,
   EveryClass,
   Tile,
@@ -244,7 +243,10 @@ class ExactSigmoid:
 
   @classmethod
   def of(
-    cls, logits: GaussianLogits, max_bytes: int, principal_factors: int | None = None
+    cls,
+    logits: GaussianLogits,
+    max_bytes: int | None = None,
+    principal_factors: int | None = None,
   ) -> 'ExactSigmoid':
     """The link of logits over tau with a known projection; arguments as in `Integrator`.
 
@@ -367,7 +369,7 @@ def marginals(logits: GaussianLogits) -> tuple[jax.Array, jax.Array]:
 
   No opaque projection has them.
   """
-  exact = ExactSigmoid.of(over_tau(logits), MAX_BYTES)
+  exact = ExactSigmoid.of(over_tau(logits))
   whole = dataclasses.replace(exact.tiling, tile=logits.location.shape[-1])
 
   def mean(tile: Tile, constants: None, spread: jax.Array | None) -> jax.Array:

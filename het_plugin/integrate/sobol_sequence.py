@@ -52,20 +52,23 @@ DIRECTION_NUMBERS = _direction_numbers()
 MAX_DIMENSIONS = DIRECTION_NUMBERS.shape[1]
 
 
-def scrambled_directions(bits: jax.Array) -> jax.Array:
-  """Direction numbers [32, d] under random lower triangular matrices over GF(2) (Matousek 1998).
+def scrambled_directions(bits: jax.Array, num_digits: int = 32) -> jax.Array:
+  """Direction numbers [num_digits, d] under random lower triangular matrices over GF(2).
+
+  Matousek 1998.
 
   Args:
     bits: random uint32 [d, 32].
+    num_digits: binary digits of the largest index.
   """
   unit = np.uint32(1) << np.arange(31, -1, -1, dtype=np.uint32)
   columns = (bits & (unit - 1)) | unit  # [d, 32], what a set digit becomes
-  digits = (DIRECTION_NUMBERS[:, : len(bits), None] & unit) > 0  # [32, d, 32]
+  digits = (DIRECTION_NUMBERS[:num_digits, : len(bits), None] & unit) > 0  # [num_digits, d, 32]
   chosen = jnp.where(digits, columns, np.uint32(0))
   return jax.lax.reduce(chosen, np.uint32(0), jax.lax.bitwise_xor, (2,))
 
 
-def sobol_points(index: jax.Array, directions: jax.Array) -> jax.Array:
+def sobol_points(index: jax.Array | np.ndarray, directions: jax.Array) -> jax.Array:
   """Points of the sequence by their index, in units of 2^-32.
 
   Point i is the XOR of the direction numbers of the bits of i, so it needs no earlier point.
@@ -74,11 +77,13 @@ def sobol_points(index: jax.Array, directions: jax.Array) -> jax.Array:
 
   Args:
     index: int [s], not negative.
-    directions: uint32 [32, d], leading columns of `DIRECTION_NUMBERS` or `scrambled_directions`.
+    directions: uint32 [n, d], leading rows and columns of `DIRECTION_NUMBERS` or
+      `scrambled_directions`, for indices below 2^n.
 
   Returns:
     uint32 [s, d].
   """
-  bits = (index[:, None].astype(jnp.uint32) >> jnp.arange(32, dtype=jnp.uint32)) & 1  # [s, 32]
-  chosen = bits[:, :, None] * directions  # [s, 32, d]
+  digit = np.arange(len(directions), dtype=np.uint32)
+  bits = (index[:, None].astype(np.uint32) >> digit) & 1  # [s, n]
+  chosen = bits[:, :, None] * directions  # [s, n, d]
   return jax.lax.reduce(chosen, np.uint32(0), jax.lax.bitwise_xor, (1,))

@@ -301,7 +301,7 @@ class BucketSoftmax:
     logits: GaussianLogits,
     buckets: jax.Array,
     softmax: Callable[[GaussianLogits, jax.Array | None], Softmax],
-    max_bytes: int,
+    max_bytes: int | None,
   ) -> 'BucketSoftmax':
     """The link of logits that have fewer buckets than classes."""
     return cls(Tiling.of(logits, NUM_BUCKET_ROWS, max_bytes), logits, buckets, softmax)

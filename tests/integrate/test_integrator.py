@@ -569,7 +569,7 @@ def test_shards_do_not_talk_inside_the_sample_loop(platform, name, link, num_sam
   inside, outside = collectives(program)
   assert not inside
   if name == 'het_h' or sampler == 'sobol':
-    # H = 128 buckets, and 129 classes of each of 4 shards, may be gathered, 1,000 classes never.
+    # H = 128 buckets, and 127 classes of each of 4 shards, may be gathered, 1,000 classes never.
     gathered = re.findall(r'= \w+\[([\d,]+)\]\S* all-gather', program)
     assert all(int(size) <= 4 * 129 for shape in gathered for size in shape.split(','))
     outside = [op for op in outside if op != 'all-gather']

@@ -56,7 +56,7 @@ def test_a_draw_depends_on_key_and_index_alone(sampler):
     return (
       sampler(keys, index, 6),
       [sampler(keys, x, 6) for x in np.split(index, [4, 8])],
-      sampler(keys, np.array([9, 2]), 6),
+      sampler(keys, jnp.array([9, 2]), 6),  # no constant, as indices of a chunk are
       sampler(keys[1:2], index, 6),
       jax.vmap(lambda key: sampler(key[None], index, 6)[0])(keys),
     )

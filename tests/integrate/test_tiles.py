@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from het_plugin import heads
 from het_plugin.integrate import (
@@ -100,6 +101,40 @@ def test_tiles_agree_with_all_classes_at_one_time_in_float64(name, link, num_sam
     tiled = dataclasses.replace(whole, max_bytes=MAX_BYTES)
     # Normals are float32, so draws that are rotated agree to that.
     assert_close(value_and_gradient(tiled, head, params, phi, labels), expected, 1e-5)
+
+
+@pytest.mark.parametrize('kind,largest', [('cpu', 2**14), ('tpu', 2**16)])
+def test_the_budget_and_the_sort_are_those_of_the_devices(kind, largest):
+  """With arrays of 2,048 bytes per class, of the classes that the loss takes at one time."""
+  device = AbstractDevice(kind, 1, kind)
+  mesh = AbstractMesh((1,), ('data',), (AxisType.Auto,), abstract_device=device)
+
+  def is_tiled(num_classes):
+    found = []
+
+    def look(location):
+      logits = GaussianLogits(location, None, None, jnp.float32(1), num_classes)
+      found.append(Integrator().is_tiled(logits))
+
+    jax.eval_shape(look, jax.ShapeDtypeStruct((512, num_classes), jnp.float32))
+    return found[0]
+
+  with jax.sharding.use_abstract_mesh(mesh):
+    assert [is_tiled(k) for k in (largest, largest + 1)] == [False, True]
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+def test_a_tpu_sorts_few_values_for_a_loss(platform):
+  """On a CPU such a rough `top_k` is a sort of all classes, many times as slow as an exact one."""
+  head, params, phi = problem('het_xl', 'softmax')
+
+  def loss(params, phi, labels, key):
+    logits = head.apply({'params': params}, phi)
+    return Integrator(4).nll(logits, labels, shared_key(jax.random.wrap_key_data(key)))
+
+  key = jax.random.key_data(jax.random.key(0))
+  program = export.export(jax.jit(loss), platforms=[platform])(params, phi, LABELS, key)
+  assert ('ApproxTopK' in program.mlir_module()) == (platform == 'tpu')
 
 
 @pytest.mark.slow
