@@ -247,10 +247,14 @@ def difference(scores: ExampleScores, first: ExampleScores) -> dict[str, Any]:
     differences per example (n - 1) over sqrt N.
   """
   a, b = (_map(lambda x, s=s: x[np.argsort(s.index)], s) for s in (scores, first))
-  same_labels = np.array_equal(_trimmed(a.labels), _trimmed(b.labels))
-  if not np.array_equal(a.index, b.index) or not same_labels:
+  needed = 'a paired comparison needs the ids and labels of the first row'
+  if not np.array_equal(a.index, b.index):
+    num_alone = len(np.setxor1d(a.index, b.index))
+    raise ValueError(f'the ids differ, {num_alone:,} are in one of the two only: {needed}')
+  if not np.array_equal(_trimmed(a.labels), _trimmed(b.labels)):
     raise ValueError(
-      'the examples differ: a paired comparison needs the ids and labels of the first row'
+      f'the same ids have other labels: {needed}. A file without the array index numbers its rows, '
+      'so rows in another order need it'
     )
   if a.shares is not None and b.shares is not None:
     num = min(a.labels.shape[1], b.labels.shape[1])  # the rest is padding

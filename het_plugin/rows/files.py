@@ -538,7 +538,7 @@ def _log_prob(name: str, values: np.ndarray, link: str) -> np.ndarray:
     return special.log_softmax(values, axis=1) if link == 'softmax' else special.log_expit(values)
   if name == 'prob':
     if not ((values >= 0) & (values <= 1 + tolerance)).all():
-      raise ValueError('prob has values outside [0, 1]')
+      raise ValueError('prob has values outside [0, 1], or NaNs')
     with np.errstate(divide='ignore'):  # a probability of 0 is valid: its log is -inf
       log_prob = np.log(values.astype(np.float64))
   else:
@@ -550,8 +550,9 @@ def _log_prob(name: str, values: np.ndarray, link: str) -> np.ndarray:
     if (wrong := np.abs(total - 1) > tolerance).any():
       row = int(np.flatnonzero(wrong)[0])
       raise ValueError(
-        f'the probabilities of row {row} sum to {total[row]:.4g} instead of 1 (an array '
-        "link = 'sigmoid' says that classes are independent)"
+        f'the probabilities of row {row} sum to {total[row]:.4g} instead of 1: if they are '
+        "rounded, divide each row by its sum (an array link = 'sigmoid' says that classes are "
+        'independent)'
       )
   return np.minimum(log_prob, 0.0)
 

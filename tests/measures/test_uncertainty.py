@@ -203,9 +203,8 @@ def test_paired_differences():
   assert found['nll'] == pytest.approx((b.nll - a.nll[order]).mean())
   assert found['nll'] / found['stderr']['nll'] == pytest.approx(test.statistic)
   assert uncertainty.difference(a, a)['stderr'] == {'nll': 0, 'brier': 0, 'precision_at_1': 0}
-  for other in (make(seed=9), make(n=N - 1, seed=3)):
-    with pytest.raises(ValueError, match='ids and labels'):
-      uncertainty.difference(score(other), a)
+  with pytest.raises(ValueError, match='the ids differ, 263 are in one of the two only'):
+    uncertainty.difference(score(make(n=N - 1, seed=3)), a)
   votes_of = np.tile([[0, 1]], (N, 1))
   equal, unequal = (
     score(make(labels=votes_of, label_weight=np.tile(np.float32(w), (N, 1))))
@@ -218,7 +217,7 @@ def test_paired_differences():
   assert uncertainty.difference(score(one), a).keys() == {'precision_at_1', 'stderr'}
   # A column per person: who has not voted leaves a gap before the labels of others.
   gaps = [score(make(labels=np.tile([[0, -1, k]], (N, 1)))) for k in (1, 2)]
-  with pytest.raises(ValueError, match='ids and labels'):
+  with pytest.raises(ValueError, match='the same ids have other labels: .* ids and labels of'):
     uncertainty.difference(*gaps)
 
 

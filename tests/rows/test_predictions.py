@@ -136,7 +136,8 @@ def test_votes_of_as_many_people_as_classes_are_no_marks(tmp_path):
 
 BAD_FILES = {
   'exactly one of the arrays log_prob, prob, logits': {'prob': [[1.0]], 'logits': [[1.0]]},
-  'sum to 3 instead of 1': {'prob': np.ones((2, 3)), 'label': [0, 1]},
+  'sum to 3 instead of 1: if they are rounded, divide': {'prob': np.ones((2, 3)), 'label': [0, 1]},
+  'outside .0, 1., or NaNs': {'prob': [[np.nan, 1.0]], 'label': [0]},
   'label 3 of example 1': {'logits': np.ones((2, 3)), 'label': [0, 3]},
   'example 7 has no label': {'logits': np.ones((1, 3)), 'label': [-1], 'index': [7]},
   'which mark classes; they must be the numbers': {
