@@ -41,6 +41,7 @@ from het_plugin.system.ranges import NOT_EMPTY, Count, NotNegative
 TABLE_COLUMNS = ('file', 'label', 'was', 'wrong')
 _SHOWN = 10
 _WORST = 100  # whose truth is counted
+_COMPARED = 100  # whose label is compared with that of the data set
 _THUMBNAILS = 24
 _THUMBNAILS_OF_PAIR = 8
 # Flags of the fits that --pred_probs replaces.
@@ -338,6 +339,8 @@ def report(
       f'{truth["wrong_of_listed"]:,} of the {counts["wrong"]:,} that are listed as wrong, and '
       f'{truth["wrong_of_worst"]} of the {min(_WORST, len(label))} that are most probably wrong.'
     )
+  if examples and 'dataset' not in rows.provenance:  # features of one's own
+    notes.extend(_other_labels(examples, rows.index, label))
   are_images = examples is not None and examples.are_images
   if examples is not None and not are_images:
     notes.append(f'There are no pictures of examples of {examples.info.channels} channels.')
@@ -366,6 +369,22 @@ def report(
     }
     | ({'truth': truth} if truth else {}),
   )
+
+
+def _other_labels(
+  examples: evaluation.examples.Examples, index: np.ndarray, label: np.ndarray
+) -> list[str]:
+  """What to say if examples, of which some are read, have other labels than the rows."""
+  chosen = np.unique(np.linspace(0, len(index) - 1, _COMPARED).astype(int))
+  of_data = examples.labels(index[chosen])  # [n, L]
+  count = int((of_data != label[chosen, None]).all(axis=1).sum())
+  if not count:
+    return []
+  return [
+    f'Of {len(chosen)} rows that were compared, {count} have another label in '
+    f'{examples.task.name}. If you changed none, the array index, or without it the order of the '
+    'rows, is of other examples: then names and suggested labels are wrong.'
+  ]
 
 
 def _galleries(

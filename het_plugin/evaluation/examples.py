@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -97,11 +98,20 @@ class Examples:
 
   def read(self, index: np.ndarray, size: int | None = None) -> Found:
     """Examples by id, int [B]; drawn ones with `size` pixels, or `SIDE` without."""
+    given, labels = self._raw(index, size)
+    return Found([self._picture(x) for x in given], labels)
+
+  def labels(self, index: np.ndarray) -> np.ndarray:
+    """Labels int32 [B, L] of examples by id, int [B], from the data set. Missing ones are -1."""
+    return self._raw(index, None)[1]
+
+  def _raw(self, index: np.ndarray, size: int | None) -> tuple[Sequence[Any], np.ndarray]:
+    """Images as they are stored, and labels."""
     ids = np.asarray(index, np.int64)
     given, annotated = self.task.examples.read(self.whole, ids, size or SIDE, 0)
     labels = annotations.Labels(self.info.max_labels)
     rows, _ = labels.rows(np.asarray(annotated), np.zeros(len(ids), np.uint64))
-    return Found([self._picture(x) for x in given], rows['label'])
+    return given, rows['label']
 
   def _picture(self, image: bytes | np.ndarray | None) -> np.ndarray | None:
     """The whole picture; a large one is made smaller."""

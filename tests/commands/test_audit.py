@@ -112,7 +112,10 @@ def test_the_page_shows_the_images_of_the_rows(noisy, run_main, tmp_path):
   sized = tmp_path / 'sized.npz'
   rows_lib.write(sized, dataclasses.replace(rows, provenance={'image_size': 4}))
   where = f'--json={tmp_path / "a.json"}', f'--html={page}'
-  run_main(audit, f'--train={sized}', f'--dataset={task}', *where, *FAST, *HET_XL)
+  said = run_main(audit, f'--train={sized}', f'--dataset={task}', *where, *FAST, *HET_XL)
+  compared = np.linspace(0, 899, 100).astype(int)
+  other = int((label != truth)[compared].sum())
+  assert f'Of 100 rows that were compared, {other} have another label in npz:{task}. If' in said
   listed = json.loads((tmp_path / 'a.json').read_text())
   by_index = {row['index']: row for row in listed['rows']}
   galleries = pictures(page.read_text())
