@@ -82,7 +82,10 @@ def checked(function: _Function) -> _Function:
 
   @functools.wraps(function)
   def call(*args: Any, **kwargs: Any) -> Any:
-    given = signature.bind_partial(*args, **kwargs).arguments
+    try:
+      given = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError:
+      return function(*args, **kwargs)  # whose own TypeError names it
     for name, hint in _ranges(function).items():
       if name in given:
         _check(f'{owner}.{name}', given[name], hint)

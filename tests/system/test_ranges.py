@@ -44,5 +44,7 @@ def test_a_value_out_of_range(make, message):
 
 
 def test_a_right_value_and_a_signature_stay_as_they_are():
+  with pytest.raises(TypeError, match=r"adamw\(\) got an unexpected keyword argument 'beta1'"):
+    optimizers.adamw(0.1, beta1=0.9)
   assert vit('S/16', depth=np.int64(2), adapter_dim=None).depth == 2
   assert 'b1' in inspect.getfullargspec(optimizers.adamw).kwonlyargs
