@@ -3,7 +3,7 @@
 #
 # Version: optax 0.2.8, jax 0.12.0.1.
 # Behaviour: `global_norm` squares each array in its own type and adds the squares of the arrays in that type. In bfloat16
-#   an array whose square is below 1/256 of the sum so far adds nothing, so the many small arrays of a network do not
+#   an array whose square is below 1/512 of the sum so far adds nothing, so the many small arrays of a network do not
 #   count. In float16 a gradient of 300 has an infinite square: the norm is infinite and the update 0.
 # Output seen (1,000 arrays whose norm is 1, and one gradient of 300; clipped to 1):
 #   float32: norm 31.623, after clipping 1.000
