@@ -56,7 +56,8 @@ class Block(nn.Module):
     kernel = cast_param('kernel', start, (7, 7, 1, width), (None, None, None, 'embed'))
     y = per_channel(x, kernel)
     y += cast_param('bias', nn.initializers.zeros, (width,), ('embed',))
-    y = Norm(epsilon=self.norm_epsilon, dtype=self.dtype, name='norm')(y)
+    y = Norm(epsilon=self.norm_epsilon, dtype=self.dtype, name='norm')(_once(y))
+    y = _once(y)
     y = Dense(4 * width, ('embed', 'mlp'), self.dtype, kernel_init=start, name='wi')(y)
     y = nn.gelu(with_sharding_constraint(y, ('batch', None, None, 'mlp')), approximate=False)
     if self.version == 'v2':  # global response normalisation (Woo et al., section 3)
@@ -103,6 +104,11 @@ def per_channel(x: jax.Array, kernel: jax.Array) -> jax.Array:
     )
 
   return jax.lax.platform_dependent(x, kernel, cpu=as_sum, default=as_convolution)
+
+
+def _once(x: jax.Array) -> jax.Array:
+  """x itself. A CPU would compute it anew in each of the sums and products that read it."""
+  return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
 class ConvNeXt(nn.Module):
