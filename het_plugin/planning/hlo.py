@@ -1,4 +1,4 @@
-"""Reads the collectives of a compiled program; those in loops count once per iteration."""
+"""Reads collectives and cycles of a compiled program; those in loops count once per iteration."""
 
 import dataclasses
 import functools
@@ -19,6 +19,7 @@ _SHAPE = re.compile(r'(\w+)\[([\d,]*)\]')
 _CALLED = re.compile(r'(?:body|calls|to_apply|branch_computations)=\{?((?:%?[\w.-]+(?:, )?)+)\}?')
 _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 _CONDITION = re.compile(r'condition=%?([\w.-]+)')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _CONSTANT = re.compile(r'= s32\[\]\S* constant\((\d+)\)')
 
 
@@ -53,6 +54,18 @@ def collectives(hlo: str) -> list[Collective]:
     sizes[kind] += times * size
     loops[kind] += in_loop
   return [Collective(k, counts[k], int(sizes[k]), loops[k]) for k in KINDS if counts[k]]
+
+
+def cycles(hlo: str) -> int:
+  """The cycles of a core that libtpu estimates for a compiled program.
+
+  It has no estimate for sorts, gathers and scatters, which are left out.
+  """
+  computations, entry = parse(hlo)
+  return sum(
+    times * sum(map(int, _CYCLES.findall(computations[name])))
+    for name, times, _ in _visits(computations, entry, 1, False)
+  )
 
 
 def _moved(computations: Mapping[str, str], entry: str) -> Iterator[tuple[str, int, float, bool]]:

@@ -29,7 +29,7 @@ RUNS = {
   ),
   'benchmarks.step_overhead --variant=Ti/16 --image_size=16 --classes=20 --factors=3 '
   '--dtype=float32 --heads=het_xl --samples=3 --batches=2 --repeats=1': (2, 'of DET'),
-  'benchmarks.kernel_weight --sizes=64x8x8x2 --samples=2 --repeats=1': (3, 'of DET'),
+  'benchmarks.kernel_weight --sizes=64x8x8x2 --samples=2 --repeats=1': (4, 'of DET'),
   'benchmarks.probe --rows=300 --dim=6 --classes=3 --heads=det': (2, 'of LogisticRegression'),
   'benchmarks.probe --stream --rows=2000 --dim=6 --classes=3 --heads=det': (2, 'det'),
   'benchmarks.loop --sizes=tiny --pairs=2 --period=3': (1, 'of the steps/s of the bare step'),

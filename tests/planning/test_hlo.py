@@ -103,6 +103,11 @@ ENTRY %main (p: (s32[], f32[8])) -> (s32[], f32[8]) {
   assert hlo.collectives(text) == [hlo.Collective('all-reduce', 22, 22 * 8 * 4, 1)]
   other = text.replace('direction=LT', 'direction=NE')
   assert hlo.collectives(other) == [hlo.Collective('all-reduce', 1, 8 * 4, 1)]
+  estimate = ', backend_config={"estimated_cycles":"70"}'
+  text = text.replace('to_apply=%sum', 'to_apply=%sum' + estimate).replace(
+    '=%body', '=%body' + estimate
+  )
+  assert hlo.cycles(text) == 70 + 22 * 70
 
 
 def test_asynchronous_pairs_count_once_and_their_results_only():
