@@ -454,7 +454,7 @@ def choose(
   q = fit(few)
   num_pairs = -(-num_samples // 2)
   count = max(MIN_POINTS, POINTS_PER_SAMPLE * num_samples) // 2
-  index = np.arange(count)
+  index = np.arange(count, dtype=np.int32)
   batch, num_normals, _ = few.factors.shape
   # One normal more, whose first one moves the places below: it is independent of all the others.
   x = sampler(keys, index, num_normals + 1).astype(few.factors.dtype)

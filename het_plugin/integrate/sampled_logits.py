@@ -176,6 +176,8 @@ class Sampling:
 
     def normals(index: Index) -> jax.Array:
       """z [B, s, T]."""
+      if not isinstance(self.sampler, FixedPoints) and self.sampler is not sobol:
+        index = jnp.asarray(index)
       z = draws.normals(self.sampler, index, noise.num_normals)
       # Shared draws are repeated per example: as one product for the batch, with classes and
       # examples in one dimension, samples took 1.6 times as long on a CPU.
@@ -200,7 +202,9 @@ class Sampling:
       return Classes(location=location + eps), None
 
     def chunk(c: jax.Array | int) -> Chunk:
-      index = c * size + np.arange(size)  # a constant where all samples are one chunk
+      index = c * size + np.arange(
+        size, dtype=np.int32
+      )  # a constant where all samples are one chunk
       log_weight = draws.log_weight(index)
       if num_samples % size:
         log_weight = jnp.zeros(size) if log_weight is None else log_weight

@@ -78,6 +78,15 @@ def test_keys_of_any_kind_give_draws_that_do_not_depend_on_the_batch(impl):
   np.testing.assert_array_equal(iid(keys, index, 3)[1:2], iid(alone, index, 3))
 
 
+def test_a_sampler_of_a_user_gets_jax_arrays():
+  def sampler(keys, index, num_normals):
+    return iid(keys, index.at[0].set(5), num_normals)
+
+  noise = LowRank(None, jnp.ones((2, 1, 3)), jnp.ones((2, 3)))
+  logits = GaussianLogits(jnp.zeros((2, 3)), noise, None, jnp.float32(1), 3)
+  assert jnp.isfinite(Integrator(2, sampler).nll(logits, jnp.array([0, 2]), keys_of(2))).all()
+
+
 def test_sobol_points_are_those_of_scipy():
   j = np.arange(2048)
   expected = qmc.Sobol(MAX_DIMENSIONS, scramble=False, bits=32).random(len(j)) * 2.0**32
