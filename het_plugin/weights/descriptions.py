@@ -81,11 +81,13 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
   'dinov3_vit': {'rope_theta': 100.0},
   'dinov3_convnext': {'layer_norm_eps': 1e-6},
 }
-# What a config.json of transformers may say of a tower. Any other setting may change the features.
+# What a config.json of transformers may say of a tower. Any other setting may change the features,
+# but for names with a leading underscore, which the library keeps for itself.
 _KNOWN = frozenset(
   # Read here, or by the readers of arrays.
   'model_type hidden_act layer_norm_eps rms_norm_eps rope_theta num_attention_heads '
   'num_hidden_layers image_size use_mean_pooling summary_idxs use_swiglu_ffn '
+  'rope_parameters interpolate_antialias interpolate_offset '
   'downsample_in_first_stage downsample_in_bottleneck pooler_act apply_layernorm use_qk_norm '
   'qk_normalization eos_token_id vision_config text_config quantization_config peft_type '
   # Told by the names and shapes of arrays.
@@ -105,12 +107,15 @@ _KNOWN = frozenset(
   'stage_names reshape_hidden_states add_fpn pool_scales use_auxiliary_head auxiliary_channels '
   'auxiliary_concat_input auxiliary_loss_weight auxiliary_num_convs semantic_loss_ignore_index '
   'projector_hidden_act num_image_tokens max_image_size size use_base_siglip video_patch_dim '
-  'video_temporal_patch_size '
+  'video_temporal_patch_size segmentation_indices return_class_token gradient_checkpointing '
+  'loss_type padding '
+  # Of RADIO's own code.
+  'args version max_resolution preferred_resolution adaptor_configs adaptor_names '
   # Of every model, in this version and in older ones.
-  '_name_or_path architectures auto_map dtype torch_dtype transformers_version torchscript '
+  'architectures auto_map dtype torch_dtype transformers_version torchscript '
   'chunk_size_feed_forward id2label label2id num_labels problem_type finetuning_task '
   'tokenizer_class return_dict use_return_dict output_attentions output_hidden_states '
-  'output_scores use_cache use_bfloat16 use_flash_attn attn_implementation _attn_implementation '
+  'output_scores use_cache use_bfloat16 use_flash_attn attn_implementation '
   'tie_word_embeddings tie_encoder_decoder tf_legacy_loss task_specific_params prefix is_decoder '
   'is_encoder_decoder add_cross_attention pruned_heads bos_token_id pad_token_id sep_token_id '
   'decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens '
@@ -118,12 +123,12 @@ _KNOWN = frozenset(
   'diversity_penalty exponential_decay_length_penalty no_repeat_ngram_size '
   'encoder_no_repeat_ngram_size num_beams num_beam_groups num_return_sequences '
   'return_dict_in_generate remove_invalid_values do_sample early_stopping temperature top_k top_p '
-  'typical_p '.split()
+  'typical_p output_past transformers.js_config unsloth_fixed '.split()
 )
 # The types of settings that are read before their values are checked.
 _TYPES = {
   'a JSON object': 'vision_config text_config pretrained_cfg model_args image_processor model_cfg '
-  'vision_cfg text_cfg preprocess_cfg'.split(),
+  'vision_cfg text_cfg preprocess_cfg rope_parameters'.split(),
   'text': 'architecture model_type'.split(),
   'a list of numbers': 'input_size image_mean mean'.split(),
   'a list of numbers above 0': 'image_std std'.split(),
@@ -144,7 +149,11 @@ _FIXED = {
   'apply_layernorm': True,
   'use_qk_norm': False,
   'qk_normalization': False,
+  # Of DINOv2 with registers.
+  'interpolate_antialias': True,
+  'interpolate_offset': 0.0,
 }
+_ROPE = {'rope_type': 'default', 'partial_rotary_factor': 1.0}
 
 
 def read_config(path: epath.PathLike) -> dict[str, Any]:
@@ -196,7 +205,8 @@ def read_config(path: epath.PathLike) -> dict[str, Any]:
 def check_known(settings: Mapping[str, Any], where: str) -> None:
   """ValueError if the settings of a tower of transformers have one that may change its features."""
   for name, value in settings.items():
-    if value is not None and name not in _KNOWN:
+    is_off = value is None or value is False or value == {}
+    if not is_off and not name.startswith('_') and name not in _KNOWN:
       raise ValueError(
         f'{name}={value!r} in {where} is not known here and may change the features: remove it if '
         'it does not'
@@ -223,7 +233,13 @@ def described(config: Mapping[str, Any]) -> Mapping[str, Any]:
       'There is no config.json beside the file: attention heads, activation, pooling, epsilon and '
       'pixel normalisation are the usual ones of its project.'
     )
-  return {**_MODELS.get(kind, {}), **config}
+  usual = dict(_MODELS.get(kind, {}))
+  if 'rope_theta' in usual and (rope := config.get('rope_parameters')):  # of transformers 5
+    usual |= {'rope_theta': rope.get('rope_theta') or usual['rope_theta']}
+    others = {name: x for name, x in rope.items() if name != 'rope_theta' and x is not None}
+    if any(x != _ROPE.get(name) for name, x in others.items()):
+      raise ValueError(f'rope_parameters in config.json have {others}, which must be {_ROPE}')
+  return {**usual, **config}
 
 
 def _json(file: epath.Path) -> dict[str, Any] | None:

@@ -216,7 +216,7 @@ def is_tower(names: Collection[str]) -> bool:
 def position_filter(names: Collection[str]) -> Filter:
   """How the project of a tower resizes position embeddings.
 
-  timm and open_clip antialias, transformers does not.
+  timm and open_clip antialias, transformers does so for DINOv2 with registers alone.
   """
   if _is_radio(names):
     return 'bilinear'
@@ -224,7 +224,8 @@ def position_filter(names: Collection[str]) -> Filter:
   if any(name.endswith('encoder.layer.0.attention.o_proj.weight') for name in names):
     return 'bilinear_antialias'
   has_theirs = any('embeddings.' in name and 'token_embedding' not in name for name in names)
-  return 'bicubic' if has_theirs else 'bicubic_antialias'
+  has_registers = any(name.endswith('embeddings.register_tokens') for name in names)
+  return 'bicubic' if has_theirs and not has_registers else 'bicubic_antialias'
 
 
 def not_recognised(names: Collection[str]) -> str:

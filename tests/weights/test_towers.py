@@ -1081,6 +1081,167 @@ def test_a_description_that_cannot_be_read_is_one_sentence(tmp_path, file, setti
     weights.read_config(tmp_path / 'model.safetensors')
 
 
+# What transformers of several versions writes of any model.
+DUMPED = {
+  '_attn_implementation_autoset': True,
+  '_commit_hash': 'f0e1',
+  '_flash_attn_2_enabled': True,
+  '_name_or_path': 'a/b',
+  '_num_labels': 2,
+  'architectures': ['AnyModel'],
+  'chunk_size_feed_forward': 0,
+  'cross_attention_hidden_size': None,
+  'exponential_decay_length_penalty': None,
+  'gradient_checkpointing': True,
+  'id2label': {'0': 'cat', '1': 'dog'},
+  'is_composition': False,
+  'label2id': {'cat': 0, 'dog': 1},
+  'loss_type': 'ForImageClassification',
+  'max_length': 128,
+  'output_past': True,
+  'padding': 'max_length',
+  'problem_type': 'single_label_classification',
+  'pruned_heads': {},
+  'torch_dtype': 'float32',
+  'transformers.js_config': {'kv_cache_dtype': {'q4f16': 'float16'}},
+  'transformers_version': '4.48.0',
+  'unsloth_fixed': True,
+}
+OF_BLOCKS = {
+  'attention_probs_dropout_prob': 0.0,
+  'hidden_act': 'gelu',
+  'hidden_dropout_prob': 0.0,
+  'hidden_size': 384,
+  'image_size': 224,
+  'initializer_range': 0.02,
+  'intermediate_size': 1536,
+  'layer_norm_eps': 1e-6,
+  'num_attention_heads': 6,
+  'num_channels': 3,
+  'num_hidden_layers': 12,
+  'patch_size': 14,
+}
+OF_STAGES = {
+  'depths': [3, 3, 9, 3],
+  'hidden_sizes': [96, 192, 384, 768],
+  'num_channels': 3,
+  'out_features': ['stage4'],
+  'out_indices': [4],
+  'stage_names': ['stem', 'stage1', 'stage2', 'stage3', 'stage4'],
+}
+OF_DINOV2 = {
+  **OF_BLOCKS,
+  'apply_layernorm': True,
+  'drop_path_rate': 0.0,
+  'layerscale_value': 1.0,
+  'mlp_ratio': 4,
+  'qkv_bias': True,
+  'reshape_hidden_states': True,
+  'use_swiglu_ffn': False,
+}
+OF_BEIT = {
+  **OF_BLOCKS,
+  'auxiliary_channels': 256,
+  'layer_scale_init_value': 0.1,
+  'pool_scales': [1, 2, 3, 6],
+  'segmentation_indices': [3, 5, 7, 11],
+  'semantic_loss_ignore_index': 255,
+  'use_mean_pooling': True,
+  'use_relative_position_bias': True,
+  'vocab_size': 8192,
+}
+OF_REGISTERS = {'interpolate_antialias': True, 'interpolate_offset': 0.0, 'num_register_tokens': 4}
+OF_DINOV3 = {
+  **OF_BLOCKS,
+  'attention_dropout': 0.0,
+  'key_bias': False,
+  'mlp_bias': True,
+  'num_register_tokens': 4,
+  'pos_embed_rescale': 2.0,
+  'proj_bias': True,
+  'query_bias': True,
+  'return_class_token': True,
+  'rope_parameters': {'rope_theta': 50.0, 'rope_type': 'default'},
+  'use_gated_mlp': False,
+  'value_bias': True,
+}
+OF_RADIO = {
+  'adaptor_configs': {},
+  'adaptor_names': None,
+  'args': {'model': 'vit_base_patch16_224', 'cpe_max_size': 2048},
+  'auto_map': {'AutoConfig': 'hf_model.RADIOConfig'},
+  'max_resolution': 2048,
+  'patch_size': 16,
+  'preferred_resolution': [768, 768],
+  'version': 'radio_v2.5-b',
+  'vitdet_window_size': None,
+}
+PARTS_OF_CLIP = {
+  'attention_dropout': 0.0,
+  'hidden_size': 384,
+  'initializer_factor': 1.0,
+  'num_attention_heads': 6,
+  'projection_dim': 512,
+}
+
+
+@pytest.mark.parametrize(
+  'kind, dump',
+  [
+    ('vit', {**OF_BLOCKS, 'encoder_stride': 16, 'pooler_act': 'tanh', 'qkv_bias': True}),
+    ('deit', {**OF_BLOCKS, 'encoder_stride': 16, 'pooler_output_size': 384, 'qkv_bias': True}),
+    ('vit_mae', {**OF_BLOCKS, 'decoder_hidden_size': 512, 'mask_ratio': 0.75}),
+    ('beit', OF_BEIT),
+    ('data2vec-vision', {**OF_BEIT, 'use_shared_relative_position_bias': True}),
+    ('dinov2', OF_DINOV2),
+    ('dinov2_with_registers', {**OF_DINOV2, **OF_REGISTERS}),
+    ('dinov3_vit', OF_DINOV3),
+    ('dinov3_convnext', {**OF_STAGES, 'drop_path_rate': 0.0, 'layer_scale_init_value': 1e-6}),
+    ('convnext', {**OF_STAGES, 'layer_scale_init_value': 1e-6, 'num_stages': 4}),
+    ('resnet', {**OF_STAGES, 'downsample_in_first_stage': False, 'layer_type': 'bottleneck'}),
+    ('siglip_vision_model', {**OF_BLOCKS, 'attention_dropout': 0.0, 'vision_use_head': True}),
+    ('aimv2', {**OF_BLOCKS, 'projection_dropout': 0.0, 'rms_norm_eps': 1e-5, 'use_bias': False}),
+    ('internvl_vision', {**OF_BLOCKS, 'norm_type': 'layer_norm', 'use_mask_token': False}),
+    ('radio', OF_RADIO),
+  ],
+)
+def test_settings_that_are_written_and_change_no_feature_are_known(kind, dump, tmp_path):
+  dump = {**DUMPED, **dump, 'model_type': kind}
+  (tmp_path / 'config.json').write_text(json.dumps(dump))
+  read = descriptions.described(weights.read_config(tmp_path / 'model.safetensors'))
+  assert read.get('num_attention_heads') == dump.get('num_attention_heads')
+  assert read.get('rope_theta') == (50.0 if kind == 'dinov3_vit' else None)
+
+
+@pytest.mark.parametrize('kind', ['clip', 'siglip'])
+def test_settings_of_the_parts_of_a_dual_encoder_are_known(kind, tmp_path):
+  of_parts = {
+    'vision_config': {**OF_BLOCKS, 'model_type': f'{kind}_vision_model'},
+    'text_config': {'max_position_embeddings': 77, 'model_type': f'{kind}_text_model'},
+  }
+  of_parts = {name: {**DUMPED, **PARTS_OF_CLIP, **part} for name, part in of_parts.items()}
+  dump = {**DUMPED, 'logit_scale_init_value': 2.6592, 'model_type': kind, **of_parts}
+  (tmp_path / 'config.json').write_text(json.dumps(dump))
+  read = weights.read_config(tmp_path / 'model.safetensors')
+  assert read['num_attention_heads'] == 6
+  text = descriptions.described(read)['text_config']
+  descriptions.check_known(text, 'config.json')
+  assert text['max_position_embeddings'] == 77
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'rope_parameters': {'rope_type': 'yarn', 'factor': 4.0}}, "have {'rope_type': 'yarn', 'f"),
+    ({'interpolate_offset': 0.1}, 'interpolate_offset=0.1 in config.json must be 0.0'),
+    ({'interpolate_antialias': False}, 'interpolate_antialias=False in config.json must be True'),
+  ],
+)
+def test_settings_that_change_positions_are_refused(settings, message):
+  with pytest.raises(ValueError, match=message):
+    descriptions.described({'model_type': 'dinov3_vit', **settings})
+
+
 def test_a_null_is_no_setting(tmp_path):
   path = tmp_path / 'model.safetensors'
   (tmp_path / 'config.json').write_text('{"vision_config": null, "architecture": null}')
@@ -1204,13 +1365,15 @@ def test_a_file_without_a_tower_is_refused_before_gin(tmp_path):
     ('encoder.layer.0.attention.o_proj', 'bilinear_antialias'),  # TIPSv2
     ('encoder.layer.0.attention.projection_layer', 'bicubic'),  # InternVL
     ('encoder.layers.0.self_attn.out_proj', 'bicubic'),
+    ('embeddings.register_tokens', 'bicubic_antialias'),  # DINOv2 with registers
     ('blocks.0.attn.proj', 'bicubic_antialias'),
   ],
 )
 def test_the_filter_of_positions_is_that_of_the_project(layer, filter):
   query = 'encoder.layer.0.attention.q_proj.weight'
   embeddings = () if 'blocks' in layer else ('embeddings.position_embeddings', query)
-  assert towers.position_filter((*embeddings, f'{layer}.weight')) == filter
+  name = layer if layer.endswith('tokens') else f'{layer}.weight'
+  assert towers.position_filter((*embeddings, name)) == filter
 
 
 @pytest.mark.parametrize(
