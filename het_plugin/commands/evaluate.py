@@ -150,6 +150,9 @@ def evaluate(settings: Settings, save_to: Path | None = None) -> list[evaluation
   if configs := [x for x in opened if isinstance(x, runs.Configuration)]:
     task, split = task_and_split(settings.dataset, settings.split, configs)
     settings = dataclasses.replace(settings, dataset=task, split=split)
+    if settings.ood_dataset:
+      with naming(f'--ood_dataset={settings.ood_dataset}'):
+        data.classification_info(settings.ood_dataset)
   evaluations = []
   for name, of in zip(names, opened, strict=True):
     if isinstance(of, runs.Configuration):

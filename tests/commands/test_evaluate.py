@@ -259,6 +259,9 @@ def test_settings_that_are_wrong(run_main):
 @pytest.mark.slow
 def test_data_that_do_not_fit(run_main, digits_run, tmp_path):
   run_dir, _ = digits_run
+  captions = tmp_path / 'captions.npz'
+  image = np.zeros((2, 8, 8, 3), np.uint8)
+  np.savez(captions, image=image, caption=['a', 'b'], split=['test', 'test'])
   other = shutil.copytree(run_dir, tmp_path / 'other')
   config = other / 'config.gin'
   config.write_text(config.read_text().replace("EVAL_SPLIT = 'test'", "EVAL_SPLIT = 'test[:90%]'"))
@@ -268,6 +271,9 @@ def test_data_that_do_not_fit(run_main, digits_run, tmp_path):
     ('--split=validation',): "split='validation' is not a split of digits",
     ('--split=test', '--ood_dataset=glyphs_core', '--ood_split=train'): (
       '--ood_split=train is endless'
+    ),
+    ('--split=test', f'--ood_dataset=npz_captions:{captions}', '--ood_split=test'): (
+      f"--ood_dataset=npz_captions:{captions}: task is 'npz_captions:{captions}', whose images"
     ),
     (
       '--split=test',
