@@ -318,6 +318,6 @@ def _mixture_scores(
     (evaluation.candidates.read_softmax_predictions(source, split).log_prob for source in sources),
     weights,
   )
-  log_probs = np.minimum(log_probs, 0.0)  # sums may round to above 1
+  np.minimum(log_probs, 0.0, out=log_probs)  # sums may round to above 1
   scored = (measures.uncertainty.score_examples(x, labels, ks=(1,)) for x in log_probs)
   return [(float(x.nll.mean()), float(x.precision[1].mean())) for x in scored]

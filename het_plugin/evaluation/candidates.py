@@ -61,19 +61,22 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
 
   Raises:
     ValueError: a file is wrong, candidates have different examples, or two files of a candidate
-      have different classes or numbers of features or come from different checkpoints or layers.
+      are one, have different classes or numbers of features or come from different checkpoints or
+      layers.
   """
+  for pair in zip(train, test, strict=True) if test else ():
+    runs.sources.different(pair)
   meanings = []
   for split, sources in (('train', train), (None, test)):
     first = None
     for i, source in enumerate(sources):
       read = runs.sources.open_source(source).rows(split).ordered()
-      first = first or (read.index, read.labels)
-      _check_same(sources[0], source, first, (read.index, read.labels))
       if split:
         meanings.append(read.meaning)
       else:
-        rows_lib.paired((train[i], source), meanings[i], read)
+        read = rows_lib.paired((train[i], source), meanings[i], read)
+      first = first or (read.index, read.labels)
+      _check_same(sources[0], source, first, (read.index, read.labels))
 
 
 def read_softmax_predictions(source: str, split: str | None = None) -> Rows:

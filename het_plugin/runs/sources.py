@@ -238,9 +238,15 @@ def different(texts: Sequence[str]) -> list[Source]:
   """
   found = list(map(open_source, texts))
   of_train, *of_test = map(file_of, found, ('train', None)[: len(texts)])
-  if of_train in of_test and of_train is not None:
+  if of_train and any(x and _absolute(x) == _absolute(of_train) for x in of_test):
     raise ValueError(f'--train={texts[0]} and --test={texts[1]} are one file, {of_train}')
   return found
+
+
+def _absolute(file: str) -> tuple[list[str], str | None]:
+  """The paths that `rows.read` reads, whatever their spelling, and the split."""
+  path, split = files.partition_source(file)
+  return [os.path.realpath(x) for x in path.split(',')], split
 
 
 def read_pair(texts: Sequence[str]) -> list[Rows]:

@@ -85,6 +85,25 @@ def test_a_folder_of_represent_is_a_source(tmp_path, run_main):
   assert len(open_source(folder).rows()) == len(open_source(folder).rows('train')) == 6
 
 
+@pytest.mark.parametrize(
+  ('train', 'test', 'same'),
+  [
+    ('a.npz', './a.npz', True),
+    ('x.npy,y.npy', './x.npy,b/../y.npy', True),
+    ('a.npz:train', './a.npz:train', True),
+    ('a.npz:train', 'a.npz:test', False),
+    ('a.npz', 'b/a.npz', False),
+  ],
+)
+def test_one_file_is_no_pair_however_it_is_spelt(tmp_path, monkeypatch, train, test, same):
+  monkeypatch.chdir(tmp_path)
+  if not same:
+    assert len(sources.different([train, test])) == 2
+    return
+  with pytest.raises(ValueError, match=f'^--train={train} and --test={test} are one file, '):
+    sources.different([train, test])
+
+
 def test_what_is_no_source(tmp_path):
   path = str(tmp_path / 'vit.npz')
   (tmp_path / 'empty').mkdir()
