@@ -269,7 +269,7 @@ def layer_of(column: str) -> str:
 
 def paired(sources: Sequence[str], first: Mapping[str, Any], other: Rows) -> Rows:
   """Rows of the second of two sources, whose labels get the numbers of the first where they are
-  names.
+  names, or have names that all are classes of the first. Predictions keep their columns' numbers.
 
   Args:
     sources: the two, as errors name them.
@@ -297,7 +297,9 @@ def paired(sources: Sequence[str], first: Mapping[str, Any], other: Rows) -> Row
       )
   if classes in (None, other.class_names) or other.class_names is None:
     return other
-  if other.by_name:
+  known = set(other.class_names)
+  in_first = known.issubset(classes) and len(known) == len(other.class_names)
+  if other.by_name or (in_first and 'log_prob' not in other.columns):
     try:
       return other.named(classes)
     except ValueError as error:

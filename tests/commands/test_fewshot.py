@@ -91,13 +91,23 @@ def test_labels_of_files_may_be_names(files, run_main, tmp_path):
     np.savez(
       tmp_path / f'names_{i}.npz', x=loaded['x'][some], y=np.char.add('digit ', y.astype(str))
     )
+    stated = {'class_name': [f'digit {k}' for k in range(10)]}
+    np.savez(tmp_path / f'stated_{i}.npz', x=loaded['x'][some], y=y, **stated)
+    rows.write(tmp_path / f'written_{i}.npz', rows.read(f'{tmp_path}/names_{i}.npz'))
   for command, flags in ((fewshot, ['--shots=5']), (select, ['rank', '--k=3', '--shots=5'])):
     found = []
-    for kind in ('numbers', 'names'):
+    for kind in ('numbers', 'names', 'written'):
       pair = [f'--{x}={tmp_path}/{kind}_{i}.npz' for i, x in enumerate(('train', 'test'))]
       run_main(command, *flags, *pair, '--names=a', f'--json={tmp_path}/out.json')
       found.append(json.loads((tmp_path / 'out.json').read_text())['rows'])
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
+  candidates = [
+    f'--{x}=' + ','.join(f'{tmp_path}/{kind}_{i}.npz' for kind in ('names', 'stated'))
+    for i, x in enumerate(('train', 'test'))
+  ]
+  run_main(select, 'knn', *candidates, f'--json={tmp_path}/out.json')
+  by_names, by_numbers = json.loads((tmp_path / 'out.json').read_text())['rows']
+  assert by_names['accuracy'] == by_numbers['accuracy']
   estimator = DetClassifier(max_iter=2).fit(f'{tmp_path}/names_0.npz')
   assert list(estimator.classes_) == [f'digit {k}' for k in range(10)]
   assert 0.5 < estimator.score(f'{tmp_path}/names_1.npz', None) <= 1

@@ -347,10 +347,16 @@ def test_names_of_a_test_file_have_the_numbers_of_the_training(tmp_path):
   for pair in ((train, make()), (make(), train)):
     with pytest.raises(ValueError, match='are names, and those of . numbers without names'):
       rows.paired(('a', 'b'), pair[0].meaning, pair[1])
-  with pytest.raises(ValueError, match="label 0 is 'ant' in b and 'dog' in a"):
-    rows.paired(
-      ('a', 'b'), stated.meaning, dataclasses.replace(stated, class_names=train.class_names)
-    )
+  written = dataclasses.replace(test, by_name=False)
+  assert rows.paired(('a', 'b'), stated.meaning, written).label.tolist() == [1, 0]
+  for columns, names in (
+    ({'log_prob': np.log([[0.5, 0.5]] * 2)}, ('cät', 'dog')),
+    (test.columns, ('cät', 'elk')),
+    (test.columns, ('cät', 'cät')),
+  ):
+    other = dataclasses.replace(written, columns=columns, class_names=names)
+    with pytest.raises(ValueError, match="label 0 is 'cät' in b and 'dog' in a"):
+      rows.paired(('a', 'b'), stated.meaning, other)
 
 
 @pytest.mark.parametrize(
