@@ -16,7 +16,7 @@ from typing import Any
 
 from etils import epath
 
-from het_plugin import evaluation, reporting, runs, training
+from het_plugin import evaluation, measures, reporting, runs, training
 from het_plugin.cli.settings import Batches, Gin, Repeated, ResultFiles
 from het_plugin.commands import evaluate
 from het_plugin.measures.greedy_ensemble import SCORE, greedy_soup
@@ -78,7 +78,9 @@ def run(settings: Settings) -> reporting.Report:
     )
     with of_split as (batches, _):
       parts = averaged.stream(batches, ('log_prob',), settings.batch_size)
-      scores, _ = evaluation.uncertainty_report.scored(parts)
+      scores = measures.uncertainty.concatenate(
+        [measures.uncertainty.score_examples(**part.labelled, ks=(1,)) for part in parts]
+      )
     return {
       'nll': float(scores.nll.mean()),
       SCORE: float(scores.precision[1].mean()),

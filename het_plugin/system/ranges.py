@@ -155,7 +155,9 @@ def mismatch(value: Any, hint: Any, is_open: Callable[[Any], bool] = lambda _: F
       return f'{_A_LIST}(..., ...)'
     is_fixed = origin is tuple and arguments[-1] is not ...
     parts = {mismatch(object(), argument) for argument in arguments} if is_fixed else set()
-    whole = f'a list of {len(arguments)}' + (f' (each {parts.pop()})' if len(parts) == 1 else '')
+    part = parts.pop() if len(parts) == 1 else None
+    is_scalar = part and _A_LIST not in part
+    whole = f'a list of {len(arguments)}' + (f' (each {part})' if is_scalar else '')
     if is_fixed and len(value) != len(arguments):
       return whole
     expected = first(zip(value, arguments if is_fixed else arguments[:1] * len(value), strict=True))

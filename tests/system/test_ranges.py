@@ -9,6 +9,7 @@ from het_plugin.backbones.moe import SparseMoe
 from het_plugin.backbones.resnet import resnet
 from het_plugin.backbones.vit import vit
 from het_plugin.data import DatasetConfig
+from het_plugin.system import ranges
 from het_plugin.training import actions, optimizers
 
 CFG = {'mixture_or_task_name': 'digits', 'task_feature_lengths': {}, 'split': 'train'}
@@ -41,6 +42,19 @@ def test_a_value_out_of_range(make, message):
   with pytest.raises(ValueError) as error:
     make()
   assert str(error.value).startswith(message) and '\n' not in str(error.value)
+
+
+def test_a_fixed_list_says_its_parts_where_they_are_of_one_kind():
+  pair = tuple[ranges.Count, ranges.Count]
+  counts = tuple[ranges.Count, ...]
+  assert ranges.mismatch((0, 1), pair) == 'a list of 2 (each a whole number, at least 1)'
+  assert ranges.mismatch(((1,), (0,)), tuple[counts, counts]) == (
+    'a list, each part a list, each part at least 1'
+  )
+  assert ranges.mismatch(((1,),), tuple[counts, counts]) == 'a list of 2'
+  assert ranges.mismatch(((1, 2), (0, 2)), tuple[pair, pair]) == (
+    'a list, each part a list of 2 (each a whole number, at least 1)'
+  )
 
 
 def test_a_right_value_and_a_signature_stay_as_they_are():
