@@ -20,6 +20,7 @@ from het_plugin.runs.per_example import Columns, PerExample
 from het_plugin.runs.run import Run
 
 _TOP = (1, 5)  # the k of `zeroshot.Accuracy`
+_ROWS = 64  # whose hits are computed at once, from several arrays [rows, K] of float64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +225,9 @@ class ZeroShotEvaluator:
         batches = ({**batch, 'digest': digests(batch['image'])} for batch in batches)
       for found in compute(params, batches, self.batch_size, dataset.max_examples):
         if hits:
-          found['hits'] = hits(found)
+          starts = range(0, max(1, len(found['scores'])), _ROWS)
+          blocks = ({name: x[i : i + _ROWS] for name, x in found.items()} for i in starts)
+          found['hits'] = np.concatenate([*map(hits, blocks)])
           del found['scores']
         unlabelled = np.full((len(found['index']), 1), -1, np.int32)
         parts.append(of_batch({'label': unlabelled, **found}))

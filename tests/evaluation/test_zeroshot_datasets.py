@@ -93,7 +93,8 @@ def fake_data(monkeypatch):
 
 
 @pytest.mark.slow
-def test_several_labels_and_none(fake_data):
+def test_several_labels_and_none(fake_data, monkeypatch):
+  monkeypatch.setattr(zeroshot_datasets, '_ROWS', 2)
   rng = np.random.default_rng(0)
   label = np.array([[3, -1], [0, 3], [-1, -1], [1, 2], [2, -1]], np.int32)
   image = rng.normal(size=(5, SIZE, SIZE, 1)).astype(np.float32)
