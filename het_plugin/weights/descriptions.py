@@ -160,8 +160,8 @@ def read_config(path: epath.PathLike) -> dict[str, Any]:
   """Settings from the descriptions beside a file: config.json, preprocessor_config.json,
   processor_config.json (transformers 5) and the tokenizer's.
 
-  A file whose name begins with open_clip, or that has none of these beside it, is described by
-  open_clip_config.json instead.
+  open_clip_config.json alone describes a file whose name begins with open_clip. It describes others
+  only where no config.json is beside them, and what the other files say comes before it.
 
   Raises:
     ValueError: a description is no JSON object, or says what cannot be read.
@@ -170,9 +170,10 @@ def read_config(path: epath.PathLike) -> dict[str, Any]:
   folder = file.parent
   names = (pixels.OPEN_CLIP, pixels.CONFIG, pixels.PREPROCESSOR, pixels.PROCESSOR)
   beside = {name: found for name in names if (found := _json(folder / name)) is not None}
-  if pixels.OPEN_CLIP in beside and len(beside) > 1:  # of another file with the same model
-    is_open_clip = file.name.startswith('open_clip')
-    beside = {x: y for x, y in beside.items() if (x == pixels.OPEN_CLIP) == is_open_clip}
+  if pixels.OPEN_CLIP in beside and file.name.startswith('open_clip'):
+    beside = {pixels.OPEN_CLIP: beside[pixels.OPEN_CLIP]}
+  elif pixels.CONFIG in beside:  # open_clip's is of another file with the same model
+    beside.pop(pixels.OPEN_CLIP, None)
   read: dict[str, Any] = {}
   for name, settings in beside.items():
     if name == pixels.OPEN_CLIP:

@@ -377,9 +377,19 @@ def test_towers_of_open_clip_that_pool_otherwise_are_refused(tmp_path):
       weights.read_config(path)
   # An image tower is read whatever the text tower is.
   config = {'vision_cfg': {'width': 64, 'image_size': 28}, 'text_cfg': {'hf_model_name': 'roberta'}}
+  config['quick_gelu'] = True
   (tmp_path / 'open_clip_config.json').write_text(json.dumps({'model_cfg': config}))
   config = weights.read_config(path)
   assert config['num_attention_heads'] == 1
+  # A preprocessor tells nothing of the tower.
+  (tmp_path / 'preprocessor_config.json').write_text(
+    '{"image_processor_type": "CLIPImageProcessor", "image_mean": [0.1, 0.2, 0.3]}'
+  )
+  assert weights.read_config(path) == config
+  found = weights.read_config(tmp_path / 'model.safetensors')
+  assert found.pop('image_mean') == [0.1, 0.2, 0.3]
+  assert found['num_attention_heads'] == 1 and found['hidden_act'] == 'quick_gelu'
+  (tmp_path / 'preprocessor_config.json').unlink()
   # Many models of the hub have a file of timm or of transformers, too, with its own config.json.
   (tmp_path / 'config.json').write_text('{"num_attention_heads": 4}')
   assert weights.read_config(path) == config
