@@ -134,15 +134,18 @@ class Features:
 
   Attributes:
     x: [N, D], in memory or mapped (`is_mapped`).
+    first: the number of its first row, for sentences on rows.
   """
 
   x: Any
+  first: int = 0
 
   def __len__(self) -> int:
     return len(self.x)
 
   def __getitem__(self, rows: slice | np.ndarray) -> 'Features':
-    return Features(self.x[rows])
+    start = rows.indices(len(self))[0] if isinstance(rows, slice) else 0
+    return Features(self.x[rows], self.first + start)
 
   def some(self, rows: np.ndarray) -> 'Features':
     """Some rows [n], which are read when they are taken."""
@@ -162,7 +165,7 @@ class Features:
     block = self.x[rows]
     if self.is_mapped:
       block = widened(np.asarray(block))
-      check_finite(block, rows.start)
+      check_finite(block, self.first + rows.start)
     return block
 
   def blocks(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:

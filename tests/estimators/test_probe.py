@@ -245,7 +245,7 @@ def test_marked_classes_are_no_class_numbers(few):
   assert targets.of_rows(probe.read((x, y), '')[0], 'votes')[1].tolist() == [0, 1]
 
 
-def test_scores_of_many_classes_are_held_in_blocks(few, monkeypatch):
+def test_scores_of_many_classes_are_held_in_blocks(few, monkeypatch, tmp_path):
   train, test = few
   (expected,) = probe.probe(train, test, settings(), ood=train).json
   monkeypatch.setattr(probe, '_SCORES', 4 * 7)
@@ -257,6 +257,10 @@ def test_scores_of_many_classes_are_held_in_blocks(few, monkeypatch):
   predicted = det.predict(x)
   monkeypatch.setattr(classifier, '_SCORES', 4 * 7)
   np.testing.assert_array_equal(det.predict(x), predicted)
+  x[50] = np.nan
+  np.save(tmp_path / 'x.npy', x)
+  with pytest.raises(ValueError, match='NaN or infinity, first in row 50$'):
+    det.predict(np.load(tmp_path / 'x.npy', mmap_mode='r'))
 
 
 def test_labels_may_be_names(few, tmp_path):
