@@ -438,10 +438,10 @@ def test_wrong_settings_are_one_sentence(files, tmp_path):
     probe.probe(files[0], str(tmp_path / 'other.npz'), settings())
   with pytest.raises(ValueError, match='--folds=5 must be at most 4, the rows of'):
     probe.probe(str(tmp_path / 'other.npz'), None, settings())
-  for name, classes in (('a', ['ant', 'cat', 'dog']), ('b', ['ant', 'dog'])):  # no cats in b
+  for name, classes in (('a', ['ant', 'cat', 'dog']), ('b', ['ant', 'elk'])):  # no elks in a
     rows = {'features': np.ones((2, 6), np.float32), 'label': np.array([0, 1])}
     np.savez(tmp_path / f'{name}.npz', class_name=np.array(classes), **rows)
-  with pytest.raises(ValueError, match="label 1 is 'dog' in .*b.npz and 'cat' in .*a.npz: both"):
+  with pytest.raises(ValueError, match="label 1 is 'elk' in .*b.npz and 'cat' in .*a.npz: both"):
     probe.probe(str(tmp_path / 'a.npz'), str(tmp_path / 'b.npz'), settings())
   for labels in (np.array(list('abab')), np.array([0.5, 1, 0, 1])):
     with pytest.raises(ValueError, match='they must be integers'):
