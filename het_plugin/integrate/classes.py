@@ -323,7 +323,7 @@ class Tiling:
   def of(cls, logits: GaussianLogits, num_rows: int, max_bytes: int | None) -> 'Tiling':
     """All classes in one tile if arrays of `num_rows` values per example and class take at most
     `max_bytes` per device (None: `placement.budget`); otherwise tiles whose arrays take a share of
-    it. With None, they have no fewer classes than fill a TPU's registers.
+    it.
     """
     size = logits.location.shape[-1]
     placement = placement_of(logits)
@@ -332,9 +332,8 @@ class Tiling:
     if num_rows * location > limit and not isinstance(logits.projection, Opaque):
       # Each value exists twice: exponentials beside logits, gradients beside rows.
       bytes_a_class = 2 * num_rows * location * num_shards('vocab') / size
-      fit = max(1, int(limit / TILE_SHARE / bytes_a_class))
-      least = TILE_MULTIPLE if max_bytes is None else min(fit, TILE_MULTIPLE)
-      size = max(fit // TILE_MULTIPLE * TILE_MULTIPLE, least)
+      size = max(1, int(limit / TILE_SHARE / bytes_a_class))
+      size = max(size // TILE_MULTIPLE * TILE_MULTIPLE, min(size, TILE_MULTIPLE))
     return cls(size, logits.num_classes, placement)
 
   @property

@@ -62,7 +62,7 @@ class Integrator:
     max_bytes: budget of the logits of all samples and classes, in bytes per device; with a symbolic
       B, of those of one example. Above it they are made in tiles of classes, whose arrays take a
       half of it: memory is then independent of K and S, and every logit is computed twice. None is
-      32 MiB on CPUs and 128 MiB on other devices, in tiles of at least 128 classes.
+      32 MiB on CPUs and 128 MiB on other devices.
     principal_factors: m >= 1, the factors of HET-XL that the exact method projects by W instead of
       R + 1; the rest is noise that is independent across dimensions (`principal`), and costs as
       much as one factor more. None, or m of at least R, is the exact integral. Applies to the link
