@@ -176,7 +176,7 @@ def represent(settings: Settings, program: str = _PROGRAM) -> dict[str, Any]:
       computed = progress.count - left.num_rows
       speed = {'seconds': seconds, 'images_per_second': computed / seconds}
     describe = functools.partial(_rows, written[split], layers, left.layers, speed)
-    rows += json.loads(system.processes.in_the_first(describe))
+    rows += json.loads(system.processes.in_the_first(lambda of=describe: json.dumps(of())))
   return {'checkpoint': opened.checkpoint, 'step': opened.step, 'dataset': task, 'files': rows}
 
 
@@ -272,7 +272,7 @@ def convert(settings: Settings) -> dict[str, Any]:
       columns = {'features': features}
       converted = dataclasses.replace(read, columns=columns, provenance=provenance)
       files.write(target.path(_ARRAYS_LAYER), converted)
-    rows += json.loads(_rows(target, [_ARRAYS_LAYER], pending, {}))
+    rows += _rows(target, [_ARRAYS_LAYER], pending, {})
   return {'arrays': source, 'files': rows}
 
 
@@ -286,8 +286,8 @@ def _rows(
   layers: Sequence[str],
   new: Sequence[str],
   speed: Mapping[str, float],
-) -> str:
-  """The rows of a split's files as JSON; `speed` is of the `new` layers, others were complete."""
+) -> list[dict[str, Any]]:
+  """The rows of a split's files; `speed` is of the `new` layers, others were complete."""
   rows = []
   for layer in layers:
     source = target.source(layer)
@@ -304,7 +304,7 @@ def _rows(
       'images_per_second': None,
     }
     rows.append({**row, **speed} if layer in new else row)
-  return json.dumps(rows)
+  return rows
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
