@@ -144,8 +144,13 @@ class Sampling:
   def _is_refined(self, logits: GaussianLogits) -> bool:
     """Whether draws may be tilted and rotated."""
     is_known = logits.link == 'softmax' and not isinstance(logits.projection, Opaque)
+    return is_known and self._is_sobol
+
+  @property
+  def _is_sobol(self) -> bool:
+    """Whether the points are of `sobol`, also as fixed ones."""
     source = self.sampler.sampler if isinstance(self.sampler, FixedPoints) else self.sampler
-    return is_known and source is sobol
+    return source is sobol
 
   def tiling(self, logits: GaussianLogits) -> Tiling:
     """How the classes of sampled logits are cut."""
@@ -176,7 +181,7 @@ class Sampling:
 
     def normals(index: Index) -> jax.Array:
       """z [B, s, T]."""
-      if not isinstance(self.sampler, FixedPoints) and self.sampler is not sobol:
+      if not self._is_sobol:
         index = jnp.asarray(index)
       z = draws.normals(self.sampler, index, noise.num_normals)
       # Shared draws are repeated per example: as one product for the batch, with classes and
