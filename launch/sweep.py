@@ -12,6 +12,7 @@ from pathlib import Path
 from absl import flags
 
 from het_plugin import reporting
+from het_plugin.cli.settings import Gin
 from het_plugin.commands import train
 from het_plugin.system import flag_values, run_files, screen
 
@@ -62,8 +63,8 @@ def given_flags() -> list[str]:
 
   They include those of JAX and of the log, without gin's (`make_jobs` has these).
   """
-  of_gin = {'gin_file', 'gin_bindings', 'gin_search_paths', 'given', 'words'}
-  ours = {field.name for field in dataclasses.fields(train.Settings)} - of_gin
+  ours, of_gin = ({x.name for x in dataclasses.fields(of)} for of in (train.Settings, Gin))
+  ours -= of_gin - {'allow_imports'}
   modules = 'jax', 'absl.logging', screen.__name__
   return [
     flag.serialize()
