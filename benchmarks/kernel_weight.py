@@ -84,12 +84,9 @@ def on_tpu(name, loss, *args):
   mesh = jax.sharding.Mesh(np.array(device), ('data',))
   whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   step = jax.jit(jax.value_and_grad(loss, (0, 1)), in_shardings=whole)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
   with jax.set_mesh(mesh):  # whose devices say how large tiles are
-    return (
-      step.lower(*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args))
-      .compile()
-      .as_text()
-    )
+    return step.lower(*shapes).compile().as_text()
 
 
 def main():

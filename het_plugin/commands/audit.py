@@ -374,7 +374,7 @@ def report(
 def _other_labels(
   examples: evaluation.examples.Examples, index: np.ndarray, label: np.ndarray
 ) -> list[str]:
-  """What to say if examples, of which some are read, have other labels than the rows."""
+  """A note if labels of the data set are not those of the rows. It reads some examples only."""
   chosen = np.unique(np.linspace(0, len(index) - 1, _COMPARED).astype(int))
   of_data = examples.labels(index[chosen])  # [n, L]
   count = int((of_data != label[chosen, None]).all(axis=1).sum())

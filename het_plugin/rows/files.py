@@ -330,7 +330,7 @@ def _as_rows(name: str, column: Any, start: int) -> np.ndarray:
 
 
 def _values(column: Any) -> np.ndarray:
-  """A batch as an array [n]; text as objects, of which equal ones are one."""
+  """A batch as an array [n]. Text becomes objects; equal texts share one."""
   is_text = str(column.type) in ('string', 'large_string', 'string_view')
   return (column.dictionary_encode() if is_text else column).to_numpy(zero_copy_only=False)
 

@@ -81,8 +81,8 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
   'dinov3_vit': {'rope_theta': 100.0},
   'dinov3_convnext': {'layer_norm_eps': 1e-6},
 }
-# What a config.json of transformers may say of a tower. Any other setting may change the features,
-# but for names with a leading underscore, which the library keeps for itself.
+# The settings of a tower that we understand in a config.json of transformers. Any other may change
+# the features. Names that begin with an underscore are the library's own and change none.
 _KNOWN = frozenset(
   # Read here, or by the readers of arrays.
   'model_type hidden_act layer_norm_eps rms_norm_eps rope_theta num_attention_heads '
