@@ -133,22 +133,28 @@ def evaluate(settings: Settings, save_to: Path | None = None) -> list[evaluation
         f'--save_predictions would write those of {" and ".join(twice)} to one file: evaluate them '
         'one by one, each with its own --output_dir'
       )
-  opened: list[runs.Configuration | evaluation.Evaluation] = []
-  for name, text, (flag, source) in zip(names, texts, settings.sources, strict=True):
+  configs: dict[str, runs.Configuration] = {}
+  for text, (_, source) in zip(texts, settings.sources, strict=True):
     if source is None:
       checkpoint = runs.Checkpoint.find(text)
       checkpoint.check_trained(hint='give a run, or a file of predictions')
-      opened.append(runs.configuration(checkpoint, *settings.gin))
+      configs[text] = runs.configuration(checkpoint, *settings.gin)
+  classes = next((config.class_names for config in configs.values()), None)
+  opened: list[runs.Configuration | evaluation.Evaluation] = []
+  for name, text, (flag, source) in zip(names, texts, settings.sources, strict=True):
+    if source is None:
+      opened.append(configs[text])
       continue
     with naming(flag):  # scored at once: one file is in memory at a time
-      rows = source.rows(columns=('log_prob',)).chosen(settings.max_examples)
+      rows = source.rows(columns=('log_prob',)).chosen(settings.max_examples).in_order(classes)
+      classes = classes or rows.class_names
       details = {'num_classes': rows.log_prob.shape[1]}
       found = _scored([rows], **details)
       opened.append(
         evaluation.Evaluation(name, text, details, class_names=rows.class_names, **found)
       )
-  if configs := [x for x in opened if isinstance(x, runs.Configuration)]:
-    task, split = task_and_split(settings.dataset, settings.split, configs)
+  if configs:
+    task, split = task_and_split(settings.dataset, settings.split, [*configs.values()])
     settings = dataclasses.replace(settings, dataset=task, split=split)
     if settings.ood_dataset:
       with naming(f'--ood_dataset={settings.ood_dataset}'):

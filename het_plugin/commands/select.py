@@ -97,9 +97,10 @@ def knn(settings: Settings) -> reporting.Report:
   """k-nearest-neighbour accuracy of every candidate, on test files or leaving one out; RankMe."""
   train, test, k = settings.train, settings.test, settings.k
   names = evaluation.candidates.candidate_names(settings.names, train, test)
-  evaluation.candidates.check_representations(train, test)
+  classes = evaluation.candidates.check_representations(train, test)
   sources = zip(train, test, strict=True) if test else zip(train)
-  rows = [_measured(name, of_name, settings) for name, of_name in zip(names, sources, strict=True)]
+  both = zip(names, sources, strict=True)
+  rows = [_measured(name, of_name, classes, settings) for name, of_name in both]
   rows.sort(key=lambda row: -row['accuracy'][k[0]])
   lines = {row['candidate']: (k, [row['accuracy'][n] for n in k]) for row in rows}
   measured = 'the test examples' if test else 'the training examples, each left out in turn'
@@ -128,12 +129,13 @@ def rank(settings: Settings) -> reporting.Report:
   if not test:
     raise ValueError('--test is not set; rank measures few-shot accuracy on test files')
   num_kept = evaluation.candidates.number_to_keep(settings.keep, names)
-  evaluation.candidates.check_representations(train, test)
+  classes = evaluation.candidates.check_representations(train, test)
 
-  rows = [_measured(name, [source], settings) for name, source in zip(names, train, strict=True)]
+  both = zip(names, train, strict=True)
+  rows = [_measured(name, [source], classes, settings) for name, source in both]
   order = best_first([row['accuracy'][k[0]] for row in rows])
   for i in order[:num_kept]:
-    fit, new = _halves((train[i], test[i]))
+    fit, new = _halves((train[i], test[i]), classes)
     given = settings.chosen('shots', 'seeds', 'l2')
     found = fewshot.few_shot(fit.x, fit.y, new.x, new.y, train_index=fit.index, **given)
     rows[i]['few_shot'] = found
@@ -279,14 +281,17 @@ def _figure(png: bytes, caption: str) -> dict[str, reporting.Figure]:
   return {'plot': reporting.Figure(png, caption)}
 
 
-def _halves(texts: Sequence[str]) -> list[fewshot.Split]:
+def _halves(texts: Sequence[str], classes: Sequence[str] | None) -> list[fewshot.Split]:
   """A training split, and a test split if there is one."""
-  return list(map(evaluation.fewshot.split_of, runs.sources.read_pair(texts), texts))
+  halves = [half.in_order(classes) for half in runs.sources.read_pair(texts)]
+  return list(map(evaluation.fewshot.split_of, halves, texts))
 
 
-def _measured(name: str, sources: Sequence[str], settings: Settings) -> dict[str, Any]:
+def _measured(
+  name: str, sources: Sequence[str], classes: Sequence[str] | None, settings: Settings
+) -> dict[str, Any]:
   """The row of a candidate in the JSON, from (train, test), or leaving one out from (train,)."""
-  arrays = [x for half in _halves(sources) for x in (half.x, half.y)]
+  arrays = [x for half in _halves(sources, classes) for x in (half.x, half.y)]
   sigma = measures.rankme.singular_values(arrays[0], settings.max_examples)
   return {
     'candidate': name,
@@ -314,10 +319,8 @@ def _mixture_scores(
 ) -> list[tuple[float, float]]:
   """(NLL, accuracy) of mixtures of the candidates with weights [E, C]."""
   labels = evaluation.candidates.read_softmax_predictions(sources[0], split).labels
-  log_probs = greedy_ensemble.mixture_log_prob(
-    (evaluation.candidates.read_softmax_predictions(source, split).log_prob for source in sources),
-    weights,
-  )
+  read = evaluation.candidates.same_predictions(sources, split)
+  log_probs = greedy_ensemble.mixture_log_prob((x.log_prob for x in read), weights)
   np.minimum(log_probs, 0.0, out=log_probs)  # sums may round to above 1
   scored = (measures.uncertainty.score_examples(x, labels, ks=(1,)) for x in log_probs)
   return [(float(x.nll.mean()), float(x.precision[1].mean())) for x in scored]

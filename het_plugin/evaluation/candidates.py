@@ -56,8 +56,10 @@ def number_to_keep(keep: str, names: Sequence[str]) -> int:
   return choices[keep]
 
 
-def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> None:
+def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> tuple[str, ...] | None:
   """Reads every file, one per candidate and split, before anything is computed.
+
+  Returns the classes of the first training file, whose order is that of all candidates.
 
   Raises:
     ValueError: a file is wrong, candidates have different examples, or two files of a candidate
@@ -68,15 +70,17 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
     runs.sources.different(pair)
   meanings = []
   for split, sources in (('train', train), (None, test)):
-    first = None
+    first: Rows | None = None
     for i, source in enumerate(sources):
       read = runs.sources.open_source(source).rows(split).ordered()
       if split:
         meanings.append(read.meaning)
       else:
         read = rows_lib.paired((train[i], source), meanings[i], read)
-      first = first or (read.index, read.labels)
-      _check_same(sources[0], source, first, (read.index, read.labels))
+      read = read.in_order(meanings[0]['classes'])
+      first = first or read.without('features')
+      _check_same(sources[0], source, first, read)
+  return meanings[0]['classes']
 
 
 def read_softmax_predictions(source: str, split: str | None = None) -> Rows:
@@ -89,23 +93,30 @@ def read_softmax_predictions(source: str, split: str | None = None) -> Rows:
 
 
 def same_predictions(sources: Sequence[str], split: str | None = None) -> Iterator[Rows]:
-  """`read_softmax_predictions` of one file after another, all for the same examples and classes."""
-  first = None
+  """`read_softmax_predictions` of one file after another, all for the same examples and classes.
+
+  Classes have the order of the first file.
+  """
+  first: Rows | None = None
+  num_classes = 0
   for source in sources:
     read = read_softmax_predictions(source, split)
-    first = first or (read.index, read.label, read.log_prob.shape[1])
-    _check_same(sources[0], source, first, (read.index, read.label))
-    if (classes := read.log_prob.shape[1]) != first[2]:
-      raise ValueError(f'{source} has {classes} classes and {sources[0]} {first[2]}')
+    if first is None:
+      first = read.without('log_prob')
+      num_classes = read.log_prob.shape[1]
+    read = read.in_order(first.class_names)
+    _check_same(sources[0], source, first, read)
+    if (classes := read.log_prob.shape[1]) != num_classes:
+      raise ValueError(f'{source} has {classes} classes and {sources[0]} {num_classes}')
     yield read
 
 
-def _check_same(first_source: str, source: str, first: tuple, other: tuple) -> None:
-  """Compares (index, labels), ascending by index."""
-  if not np.array_equal(first[0], other[0]):
+def _check_same(first_source: str, source: str, first: Rows, other: Rows) -> None:
+  """Compares the examples and labels of rows ascending by id."""
+  if not np.array_equal(first.index, other.index):
     raise ValueError(
-      f'{source} and {first_source} have different examples: {len(other[0])} and {len(first[0])}, '
-      f'with {len(np.intersect1d(first[0], other[0]))} in both'
+      f'{source} and {first_source} have different examples: {len(other)} and {len(first)}, '
+      f'with {len(np.intersect1d(first.index, other.index))} in both'
     )
-  if not np.array_equal(first[1], other[1]):
+  if not np.array_equal(first.labels, other.labels):
     raise ValueError(f'{source} and {first_source} have different labels for the same examples')

@@ -53,7 +53,7 @@ _OPTIONAL = 'index', 'label_weight', 'annotator', 'class_name', 'split'
 _SIMILAR = 0.85  # least similarity of the name of an array to one that was probably meant
 _PER_EXAMPLE = ('expected_entropy', 'nll')
 _SHOWN = 8  # arrays in an error
-_JSON = ('provenance', 'checksums', 'digest')  # of an .npz file
+_JSON = ('by_name', 'provenance', 'checksums', 'digest')  # of an .npz file
 _METADATA = 'het_plugin'
 _PARQUET_ROWS = 8192  # that are read at a time
 _BLOCK_BYTES = 2**24  # of an array that is looked through
@@ -166,13 +166,15 @@ def write(path: epath.PathLike, rows: Rows) -> None:
   arrays = {name: as_stored(x) for name, x in named.items() if x is not None}
   names = None if rows.class_names is None else tuple(map(str, rows.class_names))
   about = {'class_names': names, 'provenance': dict(rows.provenance)}
+  if rows.by_name:
+    about['by_name'] = True
   if 'log_prob' in arrays:
     about['link'] = rows.link
   about['checksums'] = {name: crc(x) for name, x in arrays.items()}
   about['digest'] = _digest(about)
   with run_files.replacing(path) as unfinished:
     if path.suffix == '.npz':
-      strings = {name: np.array(json.dumps(about[name])) for name in _JSON}
+      strings = {name: np.array(json.dumps(about[name])) for name in _JSON if name in about}
       if names is not None:
         strings['class_name'] = np.array(names)
       if 'link' in about:
@@ -484,13 +486,13 @@ def _parse(
   index = _example_ids(arrays.get('index'), num_examples, first_id)
   _, given = one_of(arrays, LABEL_NAMES)
   names = about['class_names']
-  by_name = given.dtype.kind in 'USO' and names is None
-  if by_name and 'log_prob' in columns:
+  are_names = given.dtype.kind in 'USO'
+  if are_names and names is None and 'log_prob' in columns:
     raise ValueError(
       'the labels are names, and no array class_name [K] says which class each column of the '
       'predictions is'
     )
-  if given.dtype.kind in 'USO':
+  if are_names:
     given, names = labels_lib.number_names(given, names)
   labels = labels_lib.label_rows(given, num_examples)
   rows = Rows(
@@ -501,7 +503,7 @@ def _parse(
     annotator=_beside(arrays, 'annotator', labels.shape, 'iu'),
     link=link,
     class_names=None if names is None else tuple(names),
-    by_name=by_name,
+    by_name=are_names or about.get('by_name', False),
     provenance=about['provenance'],
   )
   _check(rows)

@@ -39,7 +39,7 @@ class Rows:
     annotator: int32 [N, L], who gave each vote, -1 for none; None if it is not known.
     link: 'softmax' or 'sigmoid', of log_prob.
     class_names: names of the K classes; None if they are not known.
-    by_name: whether the labels were names, from which `class_names` and the numbers were made.
+    by_name: whether the labels were names, of which the numbers were made.
     provenance: origin of the rows as JSON values: checkpoint, task, split, layer, ...
   """
 
@@ -163,14 +163,26 @@ class Rows:
     return {'D': dim, **of_model, 'by_name': self.by_name, 'classes': self.class_names}
 
   def named(self, names: Sequence[str]) -> 'Rows':
-    """These rows, whose labels are names, with the numbers of the names of other classes.
+    """These rows with the numbers of `names`: their labels, and the columns of predictions.
 
     Raises:
-      ValueError: a label is none of these.
+      ValueError: a label is none of these names, or predictions are of other classes.
     """
-    own = np.array([*(self.class_names or ()), ''], object)
-    labels, names = labels_lib.number_names(own[self.labels], names)
-    return dataclasses.replace(self, labels=labels, class_names=names)
+    own = self.class_names or ()
+    columns = dict(self.columns)
+    if 'log_prob' in columns:
+      number = labels_lib.class_numbers('', own, names)
+      labels_lib.class_numbers('', names, own)
+      columns['log_prob'] = self.log_prob[:, [number[name] for name in names]]
+    labels, names = labels_lib.number_names(np.array([*own, ''], object)[self.labels], names)
+    return dataclasses.replace(self, columns=columns, labels=labels, class_names=names)
+
+  def in_order(self, names: Sequence[str] | None) -> 'Rows':
+    """These rows with their classes in this order, if `names` are the same ones; else unchanged."""
+    own = self.class_names
+    if own is None or names is None or own == tuple(names) or sorted(own) != sorted(names):
+      return self
+    return self.named(names)
 
   def take(self, which: slice | np.ndarray) -> 'Rows':
     """Some of the examples."""
@@ -268,8 +280,8 @@ def layer_of(column: str) -> str:
 
 
 def paired(sources: Sequence[str], first: Mapping[str, Any], other: Rows) -> Rows:
-  """Rows of the second of two sources, whose labels get the numbers of the first where they are
-  names, or have names that all are classes of the first. Predictions keep their columns' numbers.
+  """Rows of the second of two sources with the numbers of the first, where its labels are names or
+  all its classes are classes of the first; predictions must be of the same classes.
 
   Args:
     sources: the two, as errors name them.
@@ -298,8 +310,9 @@ def paired(sources: Sequence[str], first: Mapping[str, Any], other: Rows) -> Row
   if classes in (None, other.class_names) or other.class_names is None:
     return other
   known = set(other.class_names)
-  in_first = known.issubset(classes) and len(known) == len(other.class_names)
-  if other.by_name or (in_first and 'log_prob' not in other.columns):
+  is_same = known == set(classes)
+  fits = is_same if 'log_prob' in other.columns else other.by_name or known.issubset(classes)
+  if fits and len(known) == len(other.class_names):
     try:
       return other.named(classes)
     except ValueError as error:
@@ -308,5 +321,5 @@ def paired(sources: Sequence[str], first: Mapping[str, Any], other: Rows) -> Row
   label, (ours, theirs) = next((k, names) for k, names in both if names[0] != names[1])
   raise ValueError(
     f'label {label} is {theirs!r} in {sources[1]} and {ours!r} in {sources[0]}: both must have the '
-    'same classes in the same order'
+    'same classes'
   )

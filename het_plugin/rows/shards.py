@@ -130,10 +130,12 @@ def join(parts: Sequence[Rows], files: Sequence[str], mapped: bool) -> Rows:
       the first one, or two have the same example.
   """
   width = max(part.labels.shape[1] for part in parts)
-  if all(part.by_name for part in parts):
-    names = sorted({name for part in parts for name in part.class_names or ()})
-    parts = [part.named(names) for part in parts]
   first = parts[0]
+  classes = {part.class_names for part in parts}
+  if len(classes) > 1 and all(part.by_name for part in parts) and 'log_prob' not in first.columns:
+    names = sorted({name for of_part in classes for name in of_part or ()})
+    parts = [part.named(names) for part in parts]
+    first = parts[0]
   for part, file in zip(parts[1:], files[1:], strict=True):
     for what, ours, theirs in (
       ('columns', _columns(first), _columns(part)),

@@ -1,5 +1,6 @@
 """Candidates: that they hold the same examples, proxies of them, and ensembles of them."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -62,6 +63,23 @@ def test_representations_of_the_same_examples(tmp_path):
   ]:
     with pytest.raises(ValueError, match=words):
       candidates.check_representations(train[:1], [write('t.npz', **few, **other)])
+
+
+def test_classes_may_have_another_order(tmp_path):
+  log_prob = np.log([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6]])
+  names = ('dog', 'ant', 'cat')
+  first = rows.Rows({'log_prob': log_prob}, np.array([[0], [2]]), np.arange(2), class_names=names)
+  paths = [str(tmp_path / 'a.npz'), str(tmp_path / 'b.npz')]
+  for path, written in zip(paths, (first, first.named(sorted(names))), strict=True):
+    rows.write(path, written)
+  one, other = candidates.same_predictions(paths)
+  np.testing.assert_array_equal(one.log_prob, other.log_prob)
+  assert rows.read(paths[1], 'log_prob').label.tolist() == [2, 1]
+  for path, classes in zip(paths, (names, tuple(sorted(names))), strict=True):
+    read = rows.read(path, 'log_prob')
+    x = {'features': np.ones((2, 3), np.float32)}
+    rows.write(path, dataclasses.replace(read, columns=x, class_names=classes))
+  assert candidates.check_representations(paths, paths[::-1]) == names
 
 
 def test_predictions_for_the_same_examples(tmp_path):

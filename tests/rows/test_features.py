@@ -11,6 +11,7 @@ import safetensors.numpy
 from pyarrow import parquet
 
 from het_plugin import rows
+from het_plugin.estimators import inputs
 from het_plugin.rows import Rows, files, labels
 from het_plugin.runs import sources
 
@@ -38,7 +39,7 @@ def test_ours_come_back(tmp_path, suffix, order):
   read = rows.read(path)
   for name in ('features', 'labels', 'index'):
     np.testing.assert_array_equal(getattr(read, name), getattr(written, name))
-  assert read.class_names == names and read.provenance == provenance
+  assert read.class_names == names and read.provenance == provenance and not read.by_name
   assert [p.name for p in (tmp_path / 'deep').iterdir()] == [f'er.{suffix}']
   rows.write(path, make(class_names=(0, 1, 2)))  # as scikit-learn's classes_ may be
   assert rows.read(path).class_names == ('0', '1', '2')
@@ -317,7 +318,7 @@ def test_names_have_the_numbers_of_the_classes_that_a_file_states(tmp_path):
   assert read.labels.tolist() == [[1, -1, -1], [0, 2, -1], [2, 2, 0]]
   np.savez(tmp_path / 'b.npz', logits=x[:2, :2], y=['b', 'a'], class_name=['b', 'a'])
   read = rows.read(f'{tmp_path}/b.npz', 'log_prob')
-  assert read.label.tolist() == [0, 1] and not read.by_name
+  assert read.label.tolist() == [0, 1] and read.by_name
   np.savez(tmp_path / 'b.npz', logits=x[:2, :2], y=['b', 'a'])
   with pytest.raises(ValueError, match=r'labels are names, and no array class_name \[K\]'):
     rows.read(f'{tmp_path}/b.npz', 'log_prob')
@@ -350,13 +351,30 @@ def test_names_of_a_test_file_have_the_numbers_of_the_training(tmp_path):
   written = dataclasses.replace(test, by_name=False)
   assert rows.paired(('a', 'b'), stated.meaning, written).label.tolist() == [1, 0]
   for columns, names in (
-    ({'log_prob': np.log([[0.5, 0.5]] * 2)}, ('cät', 'dog')),
+    ({'log_prob': np.log([[0.5, 0.5]] * 2)}, ('cät', 'dog')),  # a class is missing
     (test.columns, ('cät', 'elk')),
     (test.columns, ('cät', 'cät')),
   ):
     other = dataclasses.replace(written, columns=columns, class_names=names)
     with pytest.raises(ValueError, match="label 0 is 'cät' in b and 'dog' in a"):
       rows.paired(('a', 'b'), stated.meaning, other)
+  log_prob = np.log([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]])
+  other = dataclasses.replace(
+    written, columns={'log_prob': log_prob}, class_names=train.class_names
+  )
+  paired = rows.paired(('a', 'b'), stated.meaning, other)
+  np.testing.assert_array_equal(paired.log_prob, log_prob[:, ::-1])
+  assert paired.label.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize('suffix', ['npz', 'safetensors'])
+def test_a_file_keeps_that_its_labels_were_names(tmp_path, suffix):
+  np.savez(tmp_path / 'a.npz', x=make().features, y=NAMES)
+  path = str(tmp_path / f'b.{suffix}')
+  rows.write(path, rows.read(str(tmp_path / 'a.npz')))
+  assert rows.read(path).by_name
+  _, labels = inputs.open_features(path)
+  assert labels.tolist() == NAMES.tolist()
 
 
 @pytest.mark.parametrize(
