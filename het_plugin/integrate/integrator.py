@@ -387,14 +387,21 @@ def check_labels(logits: GaussianLogits, labels: jax.Array) -> jax.Array:
   batch = logits.location.shape[0]
   shape = jnp.shape(labels)
   dtype = jnp.result_type(labels)
+  k = logits.num_classes
+  of_marks = ': jnp.where(hot > 0, jnp.arange(K), -1) makes ids of zeros and ones hot [B, K]'
   if not jnp.issubdtype(dtype, jnp.integer):
-    raise ValueError(f'labels must be class ids of an integer type; got {dtype} {shape}')
+    hint = of_marks if shape[1:] == (k,) else ''
+    raise ValueError(f'labels must be class ids of an integer type; got {dtype} {shape}{hint}')
   if len(shape) not in (1, 2) or shape[0] != batch:
     raise ValueError(f'labels must be [B] or [B, L] with B = {batch}; got {shape}')
   if not isinstance(labels, core.Tracer):
-    largest = np.asarray(labels).max(initial=0)
-    if largest >= logits.num_classes:
-      raise ValueError(f'labels hold {largest}: class ids are below K = {logits.num_classes}')
+    values = np.asarray(labels)
+    if (largest := values.max(initial=0)) >= k:
+      raise ValueError(f'labels hold {largest}: class ids are below K = {k}')
+    if shape[1:] == (k,) and k > 2 and values.size and np.isin(values, (0, 1)).all():
+      # Ids of a sigmoid are distinct in a row. Those of a softmax may be votes, of few rows.
+      if logits.link == 'sigmoid' or (values.size > 8 and (values.sum(1) == 1).all()):
+        raise ValueError(f'labels are {shape} of 0 and 1, not class ids{of_marks}')
   labels = jnp.asarray(labels, jnp.int32)  # int8 cannot hold K
   if shape[1:] == (0,):
     return jnp.pad(labels, ((0, 0), (0, 1)), constant_values=-1)

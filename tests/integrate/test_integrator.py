@@ -736,12 +736,22 @@ def test_batches_and_lists_of_labels_may_be_empty(link):
     ),
     (jnp.array([2, 12]), r'labels must be \[B\] or \[B, L\] with B = 3; got \(2,\)'),
     (jnp.array([2, K, 0]), f'labels hold {K}: class ids are below K = {K}'),
+    (np.eye(B, K, dtype=int), rf'labels are \(3, {K}\) of 0 and 1, not class ids: jnp.where'),
+    (np.eye(B, K), rf'got float32 \(3, {K}\): jnp.where'),
   ],
 )
 def test_wrong_labels_are_one_sentence(labels, words):
   logits = gaussian(make('linear', dtype=jnp.float32), 'linear')
   with pytest.raises(ValueError, match=words):
     Integrator(2).nll(logits, labels, keys_of())
+
+
+def test_zeros_and_ones_are_votes_of_a_softmax_and_refused_of_a_sigmoid():
+  logits = gaussian(make('linear', dtype=jnp.float32), 'linear')
+  hot = np.tile([1, 1, 0], (B, 5))[:, :K]
+  assert Integrator(2).nll(logits, hot, keys_of()).shape == (B,)
+  with pytest.raises(ValueError, match='of 0 and 1, not class ids'):
+    Integrator(2).nll(logits.replace(link='sigmoid'), hot, keys_of())
 
 
 def test_impossible_requests_are_named():
