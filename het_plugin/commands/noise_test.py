@@ -178,6 +178,12 @@ def make_report(found: Mapping[str, estimators.noise_gain.Result], where: str) -
       for x, gain in gains.items()
     ]
     notes = [*(lines if len(found) == 1 else [f'{name}: {line}' for line in lines]), *notes]
+    if result.num_rows < estimators.noise_gain.FEW:
+      notes.append(
+        f'{name}: {result.num_rows} rows are too few: gains and errors of them say nothing.'
+      )
+    if result.left_out:
+      notes.append(f'{name}: left out, because no other fold has their class: {result.left_out}.')
     if result.gradient > result.tol:
       notes.append(
         f'{name}: the gradient of a fit of DET is {result.gradient:.1e}, above '

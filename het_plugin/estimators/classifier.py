@@ -27,6 +27,7 @@ from het_plugin.system.ranges import Positive
 
 _WEIGHTS = 1e-30, 1e30  # whose sums float32 holds
 _SCORES = 2**24  # that are held for `predict`
+_LEAST_CALIBRATED = 10  # rows that fit a scaling without a warning
 
 
 @estimator
@@ -361,6 +362,13 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     half = 0 if method == 'none' else (len(order) + 1) // 2
     fitted = order[:half]
     kept = order[half:]
+    least = max(_LEAST_CALIBRATED, 2 * len(self.classes_) if method == 'vector' else 1)
+    if method != 'none' and half < least:
+      warnings.warn(
+        f'calibrate: half of the {len(order)} rows fit the {method} scaling, and so few say '
+        f'nothing: give {2 * least} rows or more',
+        stacklevel=3,
+      )
     scaling = calibration.fit_scaling(scores[fitted], shares[fitted], link, method)
     found = calibration.Calibration(*scaling, np.zeros(0))
     if encoded.kind == 'classes':

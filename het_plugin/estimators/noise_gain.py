@@ -46,6 +46,7 @@ NUM_HIDDEN = 64
 MAX_ITER = 60  # of a fit that starts at DET's optimum
 FIRST_SIZE = 0.2  # standard deviation of the logits where the sizes start
 REFIT_C = 3e-4  # of what is added to W and b of a run: with more, they fitted few rows
+FEW = 100  # rows, whose gains and errors say nothing
 MAX_ENTRIES = 2**29  # rows times classes that are read
 
 
@@ -90,6 +91,7 @@ class Result:
     refit: [N], what DET itself gains by fitting W again, where W was given; None elsewhere.
     tested: heads, then the hidden layer.
     num_rows: rows that were used.
+    left_out: rows that were not, because no other fold has their class.
     gradient: the largest of DET's gradients at the ends of its fits.
     tol: what it should be.
     seconds: of all fits.
@@ -99,6 +101,7 @@ class Result:
   refit: np.ndarray | None
   tested: Sequence[Tested]
   num_rows: int
+  left_out: int
   gradient: float
   tol: float
   seconds: float
@@ -198,6 +201,7 @@ def noise_test(
     None if location is None else refit[seen],
     tested,
     int(seen.sum()),
+    int((~seen).sum()),
     gradient,
     tol,
     time.perf_counter() - start,

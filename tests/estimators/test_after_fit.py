@@ -89,6 +89,14 @@ def test_calibration_lowers_the_nll_of_an_overfitted_head(data, method):
   np.testing.assert_allclose(det.predict_proba(x).sum(axis=1), 1.0, rtol=1e-5)
 
 
+def test_a_calibration_by_few_rows_warns(data):
+  x, y = data
+  det = DetClassifier().fit(x[:200], y[:200])
+  for method, few in (('temperature', 2), ('vector', 18)):
+    with pytest.warns(UserWarning, match=f'half of the {few} rows fit the {method}.*give 20 rows'):
+      det.calibrate(x[:few], y[:few], method)
+
+
 @pytest.mark.slow
 def test_sets_cover_the_label(data):
   x, y = data

@@ -1,5 +1,6 @@
 """`noise_test`: its first order against quadrature, and its gains on labels of known origin."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from het_plugin.commands import noise_test as noise_test_command
+from het_plugin.estimators import noise_gain
 from het_plugin.estimators.first_order import FirstOrder
 from het_plugin.estimators.noise_gain import HIDDEN, noise_test
 
@@ -108,6 +110,17 @@ def test_several_labels_and_a_given_location():
   found = noise_test(x, votes, target='votes', location=given, C=1e-4, **settings)
   assert found.refit is not None and abs(found.refit.mean()) < 0.01
   assert found.nll == pytest.approx(det.nll(x, y).mean(), abs=0.01)
+
+
+def test_few_rows_are_said_to_be_few():
+  gain = np.zeros(8)
+  tested = [noise_gain.Tested(name, gain, gain, gain, ['none'], 9.0) for name in ('het', HIDDEN)]
+  few = noise_gain.Result(0.9, None, tested, 8, 1, 0.0, 1e-3, 1.0)
+  notes = noise_test_command.make_report({'rows': few}, 'a.npz').notes
+  assert 'rows: 8 rows are too few: gains and errors of them say nothing.' in notes
+  assert 'rows: left out, because no other fold has their class: 1.' in notes
+  enough = dataclasses.replace(few, num_rows=100, left_out=0)
+  assert len(noise_test_command.make_report({'rows': enough}, 'a.npz').notes) == len(notes) - 2
 
 
 @pytest.mark.slow
