@@ -14,6 +14,7 @@ are functions of their parameters.
 
 import functools
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -70,6 +71,7 @@ class HeadModule(nnx.Module):
 
     Raises:
       ValueError: a setting is out of range, or `sharding_rules` names another axis.
+      KeyError: `rngs` has no such stream.
     """
     unknown = {*(sharding_rules or ())} - {'embed', 'vocab', 'noise', 'factors'}
     if unknown:
@@ -77,12 +79,16 @@ class HeadModule(nnx.Module):
         f'sharding_rules has {", ".join(sorted(unknown))}: the logical axes are embed, vocab, '
         'noise and factors'
       )
+    name = type(self).__name__
+    if not isinstance(in_features, Integral) or in_features < 1:
+      raise ValueError(f'{name}.in_features={in_features!r} must be D, a whole number from 1')
+    params_stream = _stream(name, rngs, 'params')
     if 'get_logits' in settings:
       self.get_logits = settings.pop('get_logits')
     self.in_features = in_features
     self.definition = self.linen(num_classes, **settings)
     phi = jnp.zeros((1, in_features))
-    variables = self._of(self.definition).init(rngs.params(), phi)
+    variables = self._of(self.definition).init(params_stream(), phi)
     arrays = traverse_util.flatten_dict(variables.get('params', {}))
     axes = traverse_util.flatten_dict(variables.get('params_axes', {}))
     self.paths = tuple(arrays)
@@ -187,22 +193,26 @@ class PredictiveLogits(nnx.Module):
   ):
     if not isinstance(head, nnx.Module):
       raise ValueError(
-        f'PredictiveLogits.head={head!r} must be an nnx module: het_plugin.nnx.HetXL(D, K, '
-        'rngs=rngs)'
+        f'PredictiveLogits.head is {type(head)}; it must be an nnx module, such as '
+        'het_plugin.nnx.HetXL(D, K, rngs=rngs)'
       )
     self.head = head
     self.integrator = Integrator() if integrator is None else integrator
     check_integrator('PredictiveLogits', self.integrator)
     self.deterministic = deterministic
     self.rng_collection = rng_collection
-    self.rngs = nnx.data(None if rngs is None else rngs[rng_collection].fork())
+    self.rngs = nnx.data(
+      None if rngs is None else _stream('PredictiveLogits', rngs, rng_collection).fork()
+    )
 
   def __call__(
     self, phi: jax.Array, *, deterministic: bool | None = None, rngs: nnx.Rngs | None = None
   ) -> jax.Array:
     """phi [B, D] -> logits [B, K], float32 or wider; arguments override the attributes."""
     is_fixed = self.deterministic if deterministic is None else deterministic
-    stream = self.rngs if rngs is None else rngs[self.rng_collection]
+    stream = self.rngs
+    if rngs is not None:
+      stream = _stream('PredictiveLogits', rngs, self.rng_collection)
     key = jax.random.key(0) if is_fixed or stream is None else stream()
     keys = row_keys(key, phi.shape[0])
     logits = self.head(phi)
@@ -217,6 +227,12 @@ class PredictiveLogits(nnx.Module):
     """What `nnx.view` calls."""
     if deterministic is not None:
       self.deterministic = deterministic
+
+
+def _stream(owner: str, rngs: Any, name: str) -> nnx.RngStream:
+  if not isinstance(rngs, nnx.Rngs):
+    raise ValueError(f'{owner}.rngs is {type(rngs)}; it must be nnx.Rngs, such as nnx.Rngs(0)')
+  return rngs[name]
 
 
 def _sharding(names, rules):

@@ -270,6 +270,14 @@ def test_export_with_a_symbolic_batch(link):
       'sharding_rules has classes: the logical axes are',
     ),
     (lambda: het_plugin.nnx.Det(D, 0, rngs=nnx.Rngs(0)), 'num_classes=0'),
+    (lambda: het_plugin.nnx.Det(0, K, rngs=nnx.Rngs(0)), 'Det.in_features=0 must be D'),
+    (lambda: het_plugin.nnx.Det(D, K, rngs=None), 'Det.rngs is .*NoneType.*must be nnx.Rngs'),
+    (
+      lambda: het_plugin.nnx.PredictiveLogits(
+        het_plugin.nnx.Det(D, K, rngs=nnx.Rngs(0)), rngs=jax.random.key(0)
+      ),
+      'PredictiveLogits.rngs is .*must be nnx.Rngs',
+    ),
     (lambda: het_plugin.nnx.Det(D + 1, K, rngs=nnx.Rngs(0))(PHI), f'Det.in_features={D + 1} must'),
   ],
 )
