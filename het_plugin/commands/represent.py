@@ -249,7 +249,8 @@ def convert(settings: Settings) -> dict[str, Any]:
   source = settings.arrays or ''
   output_dir = run_files.local_folder('output_dir', settings.output_dir)
   path, split = files.partition_source(source)
-  names = (split,) if split else files.split_names(path)
+  of_rows = None if split else files.split_of_rows(path)
+  names = [split] if split else [] if of_rows is None else np.unique(of_rows).tolist()
   _check_file_names(names, f'--arrays={source}')
   wanted = {name: f'{path}:{name}' for name in names} or {_ARRAYS_SPLIT: source}
   paths = path.split(',') if path.endswith('.npy') else [path]

@@ -86,8 +86,8 @@ def features_source(source: str) -> ArraySource:
   """Features and labels of a file, as images [1, 1, D]; features in a .npy file stay on disk.
 
   The backbone `Mlp` takes such images as [B, D], so everything that handles images handles
-  features. Without an array 'split' of strings in a .npz file, a fixed tenth of the rows is
-  'validation', the rest 'train', and 'all' has all rows.
+  features. Without an array 'split' of strings, a fixed tenth of the rows is 'validation', the rest
+  'train', and 'all' has all rows.
 
   Args:
     source: as in `rows.read`.
@@ -100,11 +100,10 @@ def features_source(source: str) -> ArraySource:
   names = read.class_names
   labels = annotations.with_fields(read.labels, label_weight=read.label_weight)
   path, named = files.partition_source(source)
-  if named is None and os.path.isfile(path) and files.split_names(path):
-    with np.load(path, allow_pickle=False) as arrays:
-      splits = _splits(source, arrays, len(images))
-  else:
-    splits = {**_splits(source, {}, len(images)), 'all': np.arange(len(images))}
+  of_rows = files.split_of_rows(path) if named is None and os.path.isfile(path) else None
+  splits = _splits(source, of_rows, len(images))
+  if of_rows is None:
+    splits['all'] = np.arange(len(images))
   spaced = np.linspace(0, len(images) - 1, _SAMPLED_ROWS).astype(int)
   checksum = zlib.crc32(labels.tobytes(), zlib.crc32(images[spaced].tobytes()))
   info = functools.partial(
@@ -138,7 +137,7 @@ def npz_source(path: str) -> ArraySource:
       names = tuple(names.tolist())
     num_images, common = _images_info(name, path, arrays)
     num_classes, labels, annotators = labels_of(name, arrays, names, num_images)
-    splits = _splits(name, arrays, num_images)
+    splits = _splits(name, arrays.get('split'), num_images)
   fields = tuple(x for x in labels.dtype.names or () if x != 'label')
   max_labels = (labels['label'] if fields else labels).shape[1]
   info = functools.partial(
@@ -170,7 +169,7 @@ def npz_captions_source(path: str) -> ArraySource:
         f'N = {num_images}, the number of images.'
       )
     captions = arrays['caption'].reshape(num_images, -1)
-    splits = _splits(name, arrays, num_images)
+    splits = _splits(name, arrays.get('split'), num_images)
   info = functools.partial(ImageTextInfo, **common)
   return ArraySource(name, functools.partial(_load, name, path, captions), splits, info)
 
@@ -315,12 +314,12 @@ def _images_info(
   return shape[0], {'channels': shape[3] if len(shape) == 4 else 1, 'version': checksums}
 
 
-def _splits(name: str, arrays: Mapping[str, np.ndarray], num: int) -> dict[str, np.ndarray]:
-  """The row numbers of each split, from the array 'split' if there is one."""
-  if 'split' not in arrays:
+def _splits(name: str, of_rows: np.ndarray | None, num: int) -> dict[str, np.ndarray]:
+  """The row numbers of each split, from the array 'split' [num] if there is one."""
+  if of_rows is None:
     held_out, kept = fixed_split(num, VALIDATION_FRACTION)
     return {'train': kept, 'validation': held_out}
-  split_names = arrays['split'].astype(str)
+  split_names = of_rows.astype(str)
   if split_names.shape != (num,):
     raise ValueError(f'{name}: split is {split_names.shape}; it must be {(num,)}.')
   return {str(s): np.flatnonzero(split_names == s) for s in np.unique(split_names)}

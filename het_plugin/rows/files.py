@@ -17,6 +17,8 @@ Files made elsewhere need features or predictions, and labels. They may use othe
 precision); logits are normalised. With link = 'sigmoid', each class is on with its own probability.
 Features in a .npy file have their labels in a second file. In a .parquet file arrays are columns:
 of numbers, or of lists of equally many for the rows of [N, D]. Labels may be lists of any lengths.
+A .csv file begins with the names of its columns. One is the label, `index` and `split` mean what
+they mean elsewhere, and each other column is a feature.
 Labels may be names of classes, '' for none. Their numbers are those of `class_name`, or else of the
 sorted names, as scikit-learn numbers them.
 """
@@ -48,7 +50,7 @@ FEATURE_NAMES = ('features', 'representations', 'embeddings', 'embedding', 'pre_
 LABEL_NAMES = ('label', 'labels', 'y', 'target', 'targets')
 VALUE_NAMES = ('log_prob', 'prob', 'logits')
 DTYPES = ('float32', 'bfloat16', 'float16')
-SUFFIXES = ('.npz', '.safetensors', '.npy', '.parquet')
+SUFFIXES = ('.npz', '.safetensors', '.npy', '.parquet', '.csv')
 _OPTIONAL = 'index', 'label_weight', 'annotator', 'class_name', 'split'
 _SIMILAR = 0.85  # least similarity of the name of an array to one that was probably meant
 _PER_EXAMPLE = ('expected_entropy', 'nll')
@@ -95,7 +97,7 @@ def read(source: str, column: str = 'features', *, mapped: bool = False) -> Rows
       ((2, 4), [0, 1])
 
   Args:
-    source: PATH.npz, PATH.safetensors, PATH.parquet, or FEATURES.npy,LABELS.npy. PATH.npz:NAME is
+    source: PATH.npz, .safetensors, .parquet, .csv, or FEATURES.npy,LABELS.npy. PATH.npz:NAME is
       one split of a file that has an array 'split' of strings [N]. PATH-*.safetensors is several
       files as one, in the order of their names; of those named PATH-00000-of-00004.safetensors none
       may be missing. Rows of files without ids are numbered through.
@@ -196,12 +198,21 @@ def read_provenance(path: epath.PathLike) -> dict[str, Any]:
     return _description(str(path), {})['provenance']
 
 
-def split_names(path: str) -> tuple[str, ...]:
-  """The distinct strings in the array 'split' of a .npz file; empty if it has no such array."""
-  if not path.endswith('.npz') or not zipfile.is_zipfile(path):
-    return ()
-  with reading(path), np.load(path, allow_pickle=False) as arrays:
-    return tuple(np.unique(arrays['split'].astype(str)).tolist()) if 'split' in arrays else ()
+def split_of_rows(path: str) -> np.ndarray | None:
+  """The array 'split' of a file, strings [N]; None if it has no such array."""
+  with reading(path):
+    if path.endswith('.npz') and zipfile.is_zipfile(path):
+      with np.load(path, allow_pickle=False) as arrays:
+        return arrays['split'].astype(str) if 'split' in arrays else None
+    if path.endswith('.parquet'):
+      with _open_parquet(path) as file:
+        if 'split' in file.schema_arrow.names:
+          return file.read(['split'])['split'].to_numpy().astype(str)
+    if path.endswith('.csv'):
+      table = _open_csv(path)
+      if 'split' in table.column_names:
+        return table['split'].to_numpy().astype(str)
+  return None
 
 
 def partition_source(source: str) -> tuple[str, str | None]:
@@ -258,14 +269,60 @@ def _arrays(path: str, column: str, mapped: bool) -> dict[str, np.ndarray]:
   """All arrays of a file by name, as they are there."""
   if column == 'features' and path.endswith('.npy'):
     return _read_npy(path)
+  if column == 'features' and path.endswith('.csv'):
+    return _read_csv(path)
   if path.endswith('.parquet'):
     return _read_parquet(path)
   if not path.endswith(weights.files.SUFFIXES):
-    npy = ', .npy' if column == 'features' else ''
-    raise ValueError(f'a file with {column} must end in .npz, .safetensors{npy} or .parquet')
+    others = '.csv, .npy, ' if column == 'features' else ''
+    raise ValueError(f'a file with {column} must end in {others}.npz, .parquet or .safetensors')
   if mapped and path.endswith('.safetensors') and epath.Path(path).exists():
     return _map_safetensors(path)
   return weights.read_arrays(path, as_float32=False)
+
+
+def _read_csv(path: str) -> dict[str, np.ndarray]:
+  """The label, `index` and `split` by their names, and all other columns as features [N, D]."""
+  table = _open_csv(path)
+  names = table.column_names
+  for number, name in enumerate(names):
+    if not name:
+      raise ValueError(
+        f'column {number} has no name: pandas writes such a column of row numbers, '
+        'to_csv(..., index=False) does not'
+      )
+    if name in names[:number]:
+      raise ValueError(f'two columns have the name {name}')
+  labels = [name for name in names if name in LABEL_NAMES]
+  if len(labels) != 1:
+    there = ', '.join(names[:_SHOWN]) + (' ...' if len(names) > _SHOWN else '')
+    raise ValueError(
+      f'its first line must name exactly one column {", ".join(LABEL_NAMES)}; there are {there}'
+    )
+  check_names('it', names, ('index', 'split'))
+  if not len(table):
+    raise ValueError('it has no rows')
+  arrays = {}
+  features = []
+  for name in names:
+    column = _as_rows(name, table[name].combine_chunks(), 0)
+    if name in (*labels, 'index', 'split'):
+      arrays[name] = column
+    elif column.dtype.kind in 'biuf':
+      features.append(column)
+    else:
+      raise ValueError(f'column {name} has {column[0]!r}: features are numbers; leave it out')
+  if not features:
+    raise ValueError('it has no columns of features')
+  return {**arrays, 'features': np.stack(features, axis=1, dtype=np.float64)}
+
+
+def _open_csv(path: str) -> Any:
+  try:
+    from pyarrow import csv
+  except ModuleNotFoundError as error:
+    raise ImportError(f'{path} needs `pip install pyarrow`') from error
+  return csv.read_csv(path)
 
 
 def _open_parquet(path: str) -> Any:

@@ -7,7 +7,7 @@
 
 A text is one of these, and :SPLIT may follow it:
 
-    a file of rows         .npz, .safetensors, .parquet, or FEATURES.npy,LABELS.npy
+    a file of rows         .npz, .safetensors, .parquet, .csv, or FEATURES.npy,LABELS.npy
     representations        a folder of `represent`: its file of the split
     a run, a checkpoint    a folder, also one of t5x; the rows are of the task that it trained on
     a task                 its images, as a baseline: their pixels are the features

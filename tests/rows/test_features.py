@@ -11,6 +11,7 @@ import safetensors.numpy
 from pyarrow import parquet
 
 from het_plugin import rows
+from het_plugin.data import tasks
 from het_plugin.estimators import inputs
 from het_plugin.rows import Rows, files, labels
 from het_plugin.runs import sources
@@ -201,7 +202,7 @@ def test_wrong_files(tmp_path):
     ('x.npz', 'cannot be read'),
     ('y.npz', 'does not exist'),
     ('y.parquet', 'y.parquet does not exist'),
-    ('x.txt', 'must end in .npz'),
+    ('x.txt', 'must end in .csv, .npy, .npz, .parquet or'),
     ('f.npy', 'write FEATURES.npy,LABELS.npy'),
     ('f.npy,l.npy', 'f.npy does not exist'),
   ]:
@@ -375,6 +376,45 @@ def test_a_file_keeps_that_its_labels_were_names(tmp_path, suffix):
   assert rows.read(path).by_name
   _, labels = inputs.open_features(path)
   assert labels.tolist() == NAMES.tolist()
+
+
+def test_columns_of_csv_are_features(tmp_path):
+  path = tmp_path / 'a.csv'
+  path.write_text('a,label,b,index,split\n1,dog,2.5,7,test\n-3,cat,4e2,5,train\n', 'utf-8-sig')
+  read = rows.read(str(path))
+  assert read.features.tolist() == [[1.0, 2.5], [-3.0, 400.0]]
+  assert read.class_names == ('cat', 'dog') and read.by_name
+  assert (read.label.tolist(), read.index.tolist()) == ([1, 0], [7, 5])
+  assert rows.read(f'{path}:train').index.tolist() == [5]
+  task = tasks.get_task(f'features:{path}')
+  assert dict(task.info.splits) == {'test': 1, 'train': 1}
+  parquet_path = write_parquet(tmp_path / 'a.parquet', x=[[1.0], [2.0]], y=[0, 1], split=['a', 'b'])
+  assert dict(tasks.get_task(f'features:{parquet_path}').info.splits) == {'a': 1, 'b': 1}
+  path.write_text('a,b,y\n1,true,0\n2,false,1\n')
+  assert sources.open_source(str(path)).rows().features.tolist() == [[1.0, 1.0], [2.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+  'text, message',
+  [
+    ('', 'a.csv: Empty CSV file'),
+    ('a,y\n', 'it has no rows'),
+    ('y\n1\n', 'it has no columns of features'),
+    ('a,b,y\n1,2\n', 'Expected 3 columns, got 2'),
+    ('1,2,3\n4,5,6\n', 'first line must name exactly one column label, .*; there are 1, 2, 3'),
+    ('a,y,label\n1,2,3\n', 'exactly one column .*; there are a, y, label'),
+    (',b,y\n0,1,2\n', 'column 0 has no name: .*index=False'),
+    ('a,a,y\n0,1,2\n', 'two columns have the name a'),
+    ('a,indx,y\n0,1,2\n', "has 'indx': did you mean 'index'"),
+    ('a,b,y\n0,x.jpg,2\n', "column b has 'x.jpg': features are numbers; leave it out"),
+    ('a,b,y\n0,1,2\n3,,4\n', 'b has no value in row 1'),
+    ('a,b,y\n0,1,2\n3,1e50,4\n', '1 rows that are not finite in float32, first row 1'),
+  ],
+)
+def test_wrong_csv(tmp_path, text, message):
+  (tmp_path / 'a.csv').write_text(text)
+  with pytest.raises(ValueError, match=message):
+    rows.read(str(tmp_path / 'a.csv'))
 
 
 @pytest.mark.parametrize(
