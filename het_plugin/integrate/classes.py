@@ -45,6 +45,7 @@ TILE_SHARE = 2
 TILE_MULTIPLE = 128  # the width of a TPU's registers
 
 HIGHEST = jax.lax.Precision.HIGHEST
+MaybeArray = Any  # jax.Array, or None where the attributes say so
 
 
 @struct.dataclass
@@ -65,23 +66,23 @@ class Classes:
       'factors': what normals are multiplied with, and phi as the last row if it is contained.
     kernel: W [Q, t] that maps the noise space to the classes, or W' of eq. 14.
     kind: that of the vectors.
+    dtype: of products with W; None is that of W.
   """
 
-  location: jax.Array | None = None
-  phi: jax.Array | None = None
-  location_kernel: jax.Array | None = None
-  bias: jax.Array | None = None
+  location: MaybeArray = None
+  phi: MaybeArray = None
+  location_kernel: MaybeArray = None
+  bias: MaybeArray = None
   noise: LowRank | None = None
-  vectors: jax.Array | None = None
-  kernel: jax.Array | None = None
+  vectors: MaybeArray = None
+  kernel: MaybeArray = None
   kind: str = struct.field(pytree_node=False, default='samples')
+  dtype: Any = struct.field(pytree_node=False, default=None)
 
   @property
   def num_classes(self) -> int:
     """t."""
-    columns = self.kernel if self.kernel is not None else self.location
-    if columns is None:
-      raise ValueError('Classes: there must be a kernel or a location')
+    columns = self.location if self.kernel is None else self.kernel
     return columns.shape[-1]
 
   @property
@@ -113,7 +114,7 @@ class Classes:
       q = 'k' if self.kernel is None else 'q'
       scale, loading = (None, 'br' + q) if self.noise.scale is None else ('b' + q, 'r' + q)
       given['noise'] = LowRank(dims(scale), dims(loading), dims('b' + q), self.noise.remainder)
-    return Classes(kind=self.kind, **given)
+    return Classes(kind=self.kind, dtype=self.dtype, **given)
 
   def columns(self, start: jax.Array, size: int) -> 'Classes':
     """The same of `size` classes from `start` on."""
@@ -128,8 +129,7 @@ class Classes:
     """mu [B, 1, t]."""
     if self.location is not None:
       return self.location
-    phi, kernel, bias = self._location_parts()
-    return (_products(phi[:, None], kernel)[:, 0] + bias)[:, None]
+    return _products(self.phi[:, None], self._kernel_of_phi) + self.bias
 
   def logits(self, z: jax.Array | None = None) -> jax.Array:
     """u [B, S, t] of normals z [B, S, T]; None for logits and vectors that are of samples."""
@@ -152,33 +152,52 @@ class Classes:
 
   def rows(self) -> tuple[jax.Array, jax.Array | None]:
     """The vectors times W [B, n, t]; and mu [B, 1, t] without b, if they do not contain it."""
-    if self.vectors is None:
-      raise ValueError('Classes.rows needs vectors')
-    rows = _products(self.vectors, self.kernel)
+    rows = _products(self.vectors, self.kernel, self.dtype)
     if self.phi is None:
       return rows, self.location
     return rows, _products(self.phi[:, None], self.location_kernel)
 
+  @property
+  def is_product(self) -> bool:
+    """Whether u is W times the vectors, and a bias: B S rows of a linear classifier."""
+    is_alone = self.location is None and self.phi is None
+    return self.vectors is not None and is_alone and self.kind == 'samples'
+
+  def pull(self, g: jax.Array) -> 'Classes':
+    """The gradient of what is a product, from that of u [B, S, t].
+
+    Both products are in the dtype of the first one, and the sums in float32 or wider.
+    """
+    vectors = self.vectors.reshape(-1, self.vectors.shape[-1])
+    g = g.reshape(-1, g.shape[-1])
+    dtype = self.kernel.dtype if self.dtype is None else self.dtype
+    product = functools.partial(jnp.einsum, preferred_element_type=g.dtype)
+    narrow = g.astype(dtype)
+    of_vectors = product('nk,qk->nq', narrow, self.kernel.astype(dtype))
+    of_kernel = product('nq,nk->qk', vectors.astype(dtype), narrow)
+    # A product, because XLA's sum over examples took ten times as long on a CPU.
+    ones = jnp.ones_like(g[:, 0])
+    return dataclasses.replace(
+      self,
+      vectors=of_vectors.reshape(self.vectors.shape),
+      kernel=of_kernel.astype(self.kernel.dtype),
+      bias=None if self.bias is None else jnp.einsum('n,nk->k', ones, g, precision=HIGHEST),
+    )
+
   def _bias_of(self, rows: jax.Array) -> jax.Array:
     """The bias of rows [B, S, t]."""
-    # An outer product, whose transpose is a product too: XLA's sum over examples took ten times as
-    # long on a CPU.
+    # An outer product, whose transpose is a product too, as in `pull`.
     batch, count, _ = rows.shape
     ones = jnp.ones((batch * count,), rows.dtype)
-    of_rows = jnp.einsum('n,k->nk', ones, self.bias, precision=HIGHEST)  # [B S, t]
-    return of_rows.reshape(batch, count, -1)
+    return jnp.einsum('n,k->nk', ones, self.bias, precision=HIGHEST).reshape(rows.shape)
 
-  def _location_parts(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """phi [B, D], W [D, t] and b [t] that make the location."""
-    kernel = self.kernel if self.location_kernel is None else self.location_kernel
-    if self.phi is None or self.bias is None or kernel is None:
-      raise ValueError('Classes: there must be a location, or phi, a kernel and a bias')
-    return self.phi, kernel, self.bias
+  @property
+  def _kernel_of_phi(self) -> jax.Array:
+    """W [D, t] that makes the location."""
+    return self.kernel if self.location_kernel is None else self.location_kernel
 
   def sum_of(self, weights: jax.Array) -> jax.Array:
     """sum_k weights_k times the vector of class k in the noise space, [B, Q], of weights [B, t]."""
-    if self.kernel is None:
-      raise ValueError('Classes.sum_of needs a kernel')
     return jnp.einsum('bk,qk->bq', weights, self.kernel.astype(weights.dtype))
 
   @property
@@ -202,17 +221,16 @@ class Classes:
       factors = jnp.einsum('btq,bcq->btc', noise.factors(), columns)  # [B, T, C]
     if self.location is not None:
       return _take(self.location[:, 0], index), factors
-    phi, kernel, bias = self._location_parts()
-    columns = _columns_at(kernel, index, phi.dtype)
-    return jnp.einsum('bd,bcd->bc', phi, columns) + bias[index], factors  # [B, C]
+    columns = _columns_at(self._kernel_of_phi, index, self.phi.dtype)
+    mu = jnp.einsum('bd,bcd->bc', self.phi, columns) + self.bias[index]  # [B, C]
+    return mu, factors
 
 
-def _products(x: jax.Array, kernel: jax.Array | None) -> jax.Array:
+def _products(x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
   """x [B, n, Q] times W [Q, t], [B, n, t]; as a product of two matrices, which avoids copies."""
-  if kernel is None:
-    raise ValueError('Classes: vectors need a kernel')
+  kernel = kernel if dtype is None else kernel.astype(dtype)
   flat = apply_projection(Linear(kernel), x.reshape(-1, x.shape[-1]))
-  return flat.reshape(*x.shape[:2], -1)
+  return flat.reshape(*x.shape[:2], kernel.shape[-1])
 
 
 def _repeated(x: jax.Array, count: int) -> jax.Array:
@@ -378,20 +396,16 @@ class Tile:
     start: index of the first one among this device's classes.
     ids: int32 [t], class ids.
     counts: bool [t], False at padding and at classes that an earlier tile had.
+    constants: as in `EveryClass`, and so are the arrays.
   """
 
   classes: Classes
-  buckets: jax.Array | None
+  buckets: MaybeArray
   start: jax.Array | int
   ids: jax.Array
   counts: jax.Array
-
-  @property
-  def own_buckets(self) -> jax.Array:
-    """The buckets; ValueError if there are none."""
-    if self.buckets is None:
-      raise ValueError('Tile: classes without buckets')
-    return self.buckets
+  constants: Any = None
+  arrays: Any = None
 
   def masked(self, u: jax.Array) -> jax.Array:
     """u [..., t] with `PADDED` where classes do not count."""
@@ -408,6 +422,8 @@ def fold(
   body: Callable[[Any, Tile], Any],
   carry: Any,
   buckets: jax.Array | None = None,
+  constants: Any = None,
+  arrays: Any = None,
 ) -> Any:
   """The carry after body(carry, tile) of all tiles of this device's classes."""
   num_classes = classes.num_classes
@@ -425,84 +441,125 @@ def fold(
     if size < num_classes:
       own = None if buckets is None else jax.lax.dynamic_slice_in_dim(buckets, start, size)
       columns = classes.columns(start, size)
-    return body(carry, Tile(columns, own, start, ids, counts)), None
+    return body(carry, Tile(columns, own, start, ids, counts, constants, arrays)), None
 
   if size == num_classes:
     return step(carry, 0)[0]
   return jax.lax.scan(step, carry, jnp.arange(-(-num_classes // size)))[0]
 
 
-def pull_from_tiles(
-  tiling: Tiling,
-  classes: Classes,
-  pull: Callable[[Tile], tuple[Classes, Any]],
-  others: Any = None,
-  buckets: jax.Array | None = None,
-) -> tuple[Classes, Any]:
-  """The gradient of this device's classes and of other arrays, from that of each tile.
+# Sums over classes
 
-  Each column of W is written once.
+
+@struct.dataclass
+class Terms:
+  """What the classes of a tile add to sums over all classes; None for what is not asked for.
+
+  Attributes:
+    exponents: u [B, S, t], of which log sum_k exp(u_k) is taken; [B, t] with buckets.
+    sums: arrays [B, ...] of any tree, which tiles add up.
+    each: a value of each class [B, t].
+    num_buckets: H, for the exponents to be summed in each bucket; None over all classes.
   """
-  letters = classes.letters()
 
-  def add(total: tuple[Classes, Any], tile: Tile) -> tuple[Classes, Any]:
-    def one(letters: str, total: jax.Array, new: jax.Array) -> jax.Array:
-      if not letters.endswith('k'):
-        return total + new
-      size = new.shape[-1]
-      axis = new.ndim - 1
-      old = jax.lax.dynamic_slice_in_dim(total, tile.start, size, axis)
-      new = jnp.where(tile.counts, new, old)
-      return jax.lax.dynamic_update_slice_in_dim(total, new, tile.start, axis)
+  exponents: MaybeArray = None
+  sums: Any = None
+  each: MaybeArray = None
+  num_buckets: int | None = struct.field(pytree_node=False, default=None)
 
-    of_classes, of_others = pull(tile)
-    return (
-      jax.tree.map(one, letters, total[0], of_classes),
-      jax.tree.map(jnp.add, total[1], of_others),
-    )
+  def highest(self, tile: Tile) -> MaybeArray:
+    """The maximum [B, S] or [B, H] without a gradient; 2 `PADDED` for a bucket without classes."""
+    if self.exponents is None:
+      return None
+    u = jax.lax.stop_gradient(self.exponents)
+    if self.num_buckets is None:
+      return u.max(axis=-1)
+    # Class by class: a CPU took 15 times as long for a maximum under a mask [B, H, K].
+    lowest = jnp.full_like(u, 2 * PADDED, shape=(self.num_buckets, u.shape[0]))
+    return lowest.at[tile.buckets].max(u.T).T
 
-  zeros = jax.tree.map(jnp.zeros_like, (classes, others))
-  return fold(tiling, classes, add, zeros, buckets)
+  def relative_to(self, top: MaybeArray, tile: Tile) -> 'Sums':
+    """The sums of this tile."""
+    total = None
+    if self.num_buckets is not None:
+      e = jnp.where(tile.counts, jnp.exp(self.exponents - top[:, tile.buckets]), 0.0)
+      total = jax.ops.segment_sum(e.T, tile.buckets, self.num_buckets).T
+    elif self.exponents is not None:
+      total = jnp.exp(self.exponents - top[..., None]).sum(axis=-1)
+    return Sums(top, total, self.sums, self.each)
 
 
-Value = Callable[[Tile, Any, Any], jax.Array]  # (tile, constants, arrays) -> [B, t]
+@struct.dataclass
+class Sums:
+  """What was found over classes; as `Terms`.
+
+  Attributes:
+    top: the maximum of the exponents [B, S] or [B, H], without a gradient.
+    total: the sum of exp(u - top).
+    sums: arrays [B, ...].
+    each: [B, k].
+  """
+
+  top: MaybeArray = None
+  total: MaybeArray = None
+  sums: Any = None
+  each: MaybeArray = None
+
+  @property
+  def log_total(self) -> jax.Array:
+    """Kept apart from `top`, because u - top is exact; 0 for a bucket without classes."""
+    return jnp.log(jnp.where(self.total > 0, self.total, 1.0))
+
+  def with_tile(self, terms: Terms, tile: Tile) -> 'Sums':
+    """The sums of these tiles and of one more, as an online softmax has them."""
+    top = total = each = None
+    if self.top is not None:
+      top = jnp.maximum(self.top, terms.highest(tile))
+      total = self.total * jnp.exp(self.top - top)
+    new = terms.relative_to(top, tile)
+    total, sums = jax.tree.map(jnp.add, (total, self.sums), (new.total, new.sums))
+    if self.each is not None:  # classes of an earlier tile have the same values again
+      each = jax.lax.dynamic_update_slice_in_dim(self.each, new.each, tile.start, 1)
+    return Sums(top, total, sums, each)
 
 
-@dataclasses.dataclass(frozen=True)
+TermsOf = Callable[[Tile], Terms]  # without a closure over arrays
+Value = Callable[[Tile], jax.Array]  # [B, t], the same
+
+
+@struct.dataclass
 class EveryClass:
-  """What values of every class are made from, a tile at a time.
-
-  A value is a function (tile, constants, arrays) -> [B, t] without a closure over arrays.
+  """What sums over every class are made from, a tile at a time.
 
   Attributes:
     tiling: how classes are cut.
     classes: what logits are made from.
-    constants: what values are made from beside the classes, without a gradient.
-    constant_letters: those of its dimensions, for `Placement.shard_map`.
+    constants: arrays [B, ...] that a tile has beside its classes, without a gradient.
     arrays: the same, with a gradient.
-    letters: those of its dimensions.
     buckets: of the classes [Kp], or None.
   """
 
-  tiling: Tiling
+  tiling: Tiling = struct.field(pytree_node=False)
   classes: Classes
   constants: Any = None
-  constant_letters: Any = None
   arrays: Any = None
-  letters: Any = None
   buckets: jax.Array | None = None
+
+  def sums(self, terms: TermsOf) -> Sums:
+    """The sums of the terms over all classes."""
+    return self._run(functools.partial(_sums_of_device, terms), Sums('b', 'b', 'b', 'bk'))
 
   def values(self, value: Value) -> jax.Array:
     """The values [B, Kp]."""
-    return self._run(functools.partial(_device_values, self.tiling, value, False), 'bk')
+    return self.sums(lambda tile: Terms(each=value(tile))).each
 
   def total(self, value: Value) -> jax.Array:
     """The sum of the values [B]."""
 
-    def local(*args: Any) -> jax.Array:
-      return _device_values(self.tiling, value, True, *args)[None]
+    def terms(tile: Tile) -> Terms:
+      return Terms(sums=jnp.where(tile.counts, value(tile), 0.0).sum(axis=-1))
 
-    return self._run(local, 'kb').sum(axis=0)
+    return self.sums(terms).sums
 
   def top_k(self, value: Value, k: int) -> tuple[jax.Array, jax.Array]:
     """The k <= K largest values in order: ids int32 [B, k], and values [B, k].
@@ -510,98 +567,172 @@ class EveryClass:
     No array [B, K] is made: the loop keeps the k largest of those seen so far.
     """
 
-    def local(classes: Classes, buckets: Any, constants: Any, arrays: Any) -> Any:
+    def local(self: EveryClass) -> Best:
       def body(best: Best, tile: Tile) -> Best:
-        return best_so_far(best, tile.masked(value(tile, constants, arrays)), tile, k)
+        return best_so_far(best, tile.masked(value(tile)), tile, k)
 
-      start = classes.zeros(k) + 2 * PADDED
-      found = fold(self.tiling, classes, body, (start, jnp.zeros_like(start, jnp.int32)), buckets)
+      start = self.classes.zeros(k) + 2 * PADDED
+      found = self.fold(body, (start, jnp.zeros_like(start, jnp.int32)))
       return best_of_shards(self.tiling, *found, k)
 
-    values, ids = self._run(local, ('bl', 'bl'))
+    values, ids = self._run(local, 'b')
     return ids, values
 
-  def _run(self, local: Callable[..., Any], outputs: Any) -> Any:
-    """local(classes, buckets, constants, arrays) on each device's part."""
-    of_buckets = None if self.buckets is None else dims('k')
-    inputs = self.classes.letters(), of_buckets, self.constant_letters, self.letters
-    run = self.tiling.placement.shard_map(local, inputs, outputs)
-    return run(self.classes, self.buckets, self.constants, self.arrays)
+  @property
+  def is_tiled(self) -> bool:
+    """Whether this device's classes are more than a tile."""
+    return self.classes.num_classes > self.tiling.tile
+
+  def fold(self, body: Callable[[Any, Tile], Any], carry: Any) -> Any:
+    """`fold` of these."""
+    others = self.buckets, self.constants, self.arrays
+    return fold(self.tiling, self.classes, body, carry, *others)
+
+  def _run(self, local: Callable[['EveryClass'], Any], outputs: Any) -> Any:
+    """`local` of each device's part."""
+    letters = EveryClass(self.tiling, self.classes.letters(), 'b', 'b', dims('k'))
+    return self.tiling.placement.shard_map(local, (letters,), outputs)(self)
 
 
-def letters_of(arrays: tuple[jax.Array | None, ...], *letters: str) -> tuple[Any, ...]:
-  """The letters of arrays that may be None."""
-  pairs = zip(arrays, letters, strict=True)
-  return tuple(None if x is None else dims(of_x) for x, of_x in pairs)
+def _sums_of_device(terms: TermsOf, every_class: EveryClass) -> Sums:
+  """The sums over all classes; `each` of this device's alone."""
+  tiling = every_class.tiling
+  if every_class.is_tiled:
+    found = _sums_in_tiles(terms, every_class)
+  else:
+    found = _sums(terms, every_class)[0]
+  if found.top is not None:
+    top, scale = tiling.highest(found.top)
+    found = dataclasses.replace(found, top=top, total=tiling.sum_of_shards(found.total * scale))
+  return dataclasses.replace(found, sums=jax.tree.map(tiling.sum_of_shards, found.sums))
 
 
-def _device_values(
-  tiling: Tiling, value: Value, is_sum: bool, classes: Classes, *others: Any
-) -> jax.Array:
-  """The values of this device's classes [B, k], or their sum [B]."""
-  run = _values if classes.num_classes <= tiling.tile else _values_in_tiles
-  return run(tiling, value, is_sum, classes, *others)
+def _sums(
+  terms: TermsOf, every_class: EveryClass, kept: jax.Array | None = None
+) -> tuple[Sums, jax.Array | None]:
+  """The sums over this device's classes; and `kept`, None or an array as W, with logits of the
+  first examples in its rows.
+  """
+  classes = every_class.classes
+
+  def body(carry: tuple[Any, Any], tile: Tile) -> tuple[Sums, jax.Array | None]:
+    before, kept = carry
+    if kept is not None:
+      u = tile.classes.logits()
+      own = u[: _num_kept(classes)].reshape(-1, u.shape[-1])
+      kept = jax.lax.dynamic_update_slice(kept, own, (0, tile.start))
+      tile = dataclasses.replace(tile, classes=Classes(location=u))
+    new = terms(tile)
+    if before is None:
+      return new.relative_to(new.highest(tile), tile), kept
+    return before.with_tile(new, tile), kept
+
+  start = None
+  if every_class.is_tiled:
+    tiling = dataclasses.replace(every_class.tiling, tile=classes.num_classes)
+    shapes = jax.eval_shape(
+      lambda: _sums(terms, dataclasses.replace(every_class, tiling=tiling))[0]
+    )
+    start = jax.tree.map(lambda x: classes.zeros(*x.shape[1:]), shapes)
+    if start.top is not None:
+      start = dataclasses.replace(start, top=start.top + 2 * PADDED)
+  return every_class.fold(body, (start, kept))
 
 
-def _values(
-  tiling: Tiling,
-  value: Value,
-  is_sum: bool,
-  classes: Classes,
-  buckets: jax.Array | None,
-  constants: Any,
-  arrays: Any,
-) -> jax.Array:
-  """The values of this device's classes [B, k], or their sum [B]."""
-
-  def body(found: jax.Array | None, tile: Tile) -> jax.Array:
-    new = value(tile, constants, arrays)
-    if is_sum:
-      new = jnp.where(tile.counts, new, 0.0).sum(axis=-1)
-      return new if found is None else found + new
-    if found is None:
-      return new
-    # Classes of an earlier tile have the same values again.
-    return jax.lax.dynamic_update_slice_in_dim(found, new, tile.start, 1)
-
-  if classes.num_classes <= tiling.tile:
-    return fold(tiling, classes, body, None, buckets)
-  start = classes.zeros() if is_sum else classes.zeros(classes.num_classes)
-  return fold(tiling, classes, body, start, buckets)
+def _num_kept(classes: Classes) -> int:
+  """Examples whose logits fit into an array as large as W [Q, k]."""
+  batch, count, dim = classes.vectors.shape
+  return min(batch, dim // count)
 
 
-_values_in_tiles = jax.custom_vjp(_values, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sums_in_tiles(terms: TermsOf, every_class: EveryClass) -> Sums:
+  """`_sums`, with a gradient in a second loop, which makes the logits of each tile again.
+
+  Making them is a third of the work of a linear classifier. But the gradient of W [Q, K] has memory
+  that nothing uses before the second loop. So the first loop leaves up to Q rows of logits there,
+  and the second one takes each tile of them out before it writes that tile's gradient.
+  """
+  return _sums(terms, every_class)[0]
 
 
-def _values_fwd(
-  tiling: Tiling, value: Value, is_sum: bool, *primals: Any
-) -> tuple[jax.Array, tuple[Any, ...]]:
-  return _values(tiling, value, is_sum, *primals), primals
+def _sums_fwd(terms: TermsOf, primal: Any) -> tuple[Sums, tuple[Any, ...]]:
+  every_class = jax.custom_derivatives.custom_vjp_primal_tree_values(primal)
+  classes = every_class.classes
+  kept = None
+  if classes.is_product and primal.classes.kernel.perturbed:
+    is_static = isinstance(classes.vectors.shape[0], int)
+    if is_static and classes.kernel.dtype == classes.zeros().dtype:
+      kept = jnp.zeros_like(classes.kernel)
+  found, kept = _sums(terms, every_class, kept)
+  return found, (every_class, found.top, kept)
 
 
-def _values_bwd(
-  tiling: Tiling, value: Value, is_sum: bool, primals: tuple[Any, ...], g: jax.Array
-) -> tuple[Classes, None, None, Any]:
-  classes, buckets, constants, arrays = primals
+def _sums_bwd(terms: TermsOf, residuals: tuple[Any, ...], g: Sums) -> tuple[EveryClass]:
+  every_class, top, kept = residuals
+  classes = every_class.classes
+  letters = classes.letters()
+  g = dataclasses.replace(jax.tree.map(_dense, g), top=None)
 
-  def pull(tile: Tile) -> tuple[Classes, Any]:
-    def of(classes: Classes, arrays: Any) -> jax.Array:
-      return value(dataclasses.replace(tile, classes=classes), constants, arrays)
+  def body(carry: tuple[Classes, Any], tile: Tile) -> tuple[Classes, Any]:
+    of_classes, of_arrays = carry
+    own = tile.classes
+    if classes.is_product:
+      u = own.logits() if kept is None else _logits_again(own, of_classes.kernel, tile.start)
+      own = Classes(location=u)
 
-    of_tile, to_arguments = jax.vjp(of, tile.classes, arrays)
-    own = g[:, None] if is_sum else _slice(g, tile.start, of_tile.shape[-1])
-    own = jnp.where(tile.counts, jnp.broadcast_to(own, of_tile.shape), 0.0)
-    return to_arguments(own.astype(of_tile.dtype))
+    def of(classes: Classes, arrays: Any) -> Sums:
+      new = terms(dataclasses.replace(tile, classes=classes, arrays=arrays))
+      return dataclasses.replace(new.relative_to(top, tile), top=None)
 
-  of_classes, of_arrays = pull_from_tiles(tiling, classes, pull, arrays, buckets)
-  return of_classes, None, None, of_arrays
+    g_tile = g
+    if g.each is not None:
+      g_tile = jax.lax.dynamic_slice_in_dim(g.each, tile.start, tile.ids.size, 1)
+      g_tile = dataclasses.replace(g, each=jnp.where(tile.counts, g_tile, 0.0))
+    new, new_arrays = jax.vjp(of, own, tile.arrays)[1](g_tile)
+    if classes.is_product:
+      new = tile.classes.pull(new.location)
+
+    def add(letters: str, total: jax.Array, new: jax.Array) -> jax.Array:
+      if not letters.endswith('k'):
+        return total + new
+      size = new.shape[-1]
+      axis = new.ndim - 1
+      if classes.num_classes % size:  # the last tile has classes of the one before
+        old = jax.lax.dynamic_slice_in_dim(total, tile.start, size, axis)
+        is_padding = tile.ids >= every_class.tiling.num_classes  # whose gradient is 0
+        new = jnp.where(tile.counts | is_padding, new, old)
+      return jax.lax.dynamic_update_slice_in_dim(total, new, tile.start, axis)
+
+    of_classes = jax.tree.map(add, letters, of_classes, new)
+    return of_classes, jax.tree.map(jnp.add, of_arrays, new_arrays)
+
+  of_classes, of_arrays = jax.tree.map(jnp.zeros_like, (classes, every_class.arrays))
+  if kept is not None:
+    of_classes = dataclasses.replace(of_classes, kernel=kept)
+  of_classes, of_arrays = every_class.fold(body, (of_classes, of_arrays))
+  return (EveryClass(every_class.tiling, of_classes, arrays=of_arrays),)
 
 
-def _slice(x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
-  return jax.lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1)
+_sums_in_tiles.defvjp(_sums_fwd, _sums_bwd, symbolic_zeros=True)
 
 
-_values_in_tiles.defvjp(_values_fwd, _values_bwd)
+def _logits_again(classes: Classes, kept: jax.Array, start: jax.Array | int) -> jax.Array:
+  """u [B, S, t] of a tile that starts at `start`, with those that the first loop left."""
+  batch, count, _ = classes.vectors.shape
+  num_kept = _num_kept(classes)
+  size = classes.num_classes
+  u = jax.lax.dynamic_slice(kept, (0, start), (num_kept * count, size))
+  u = u.reshape(num_kept, count, size)
+  if num_kept == batch:
+    return u
+  rest = dataclasses.replace(classes, vectors=classes.vectors[num_kept:])
+  return jnp.concatenate([u, rest.logits()])
+
+
+def _dense(cotangent: Any) -> jax.Array:
+  is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+  return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
 
 
 # The k largest
@@ -694,6 +825,6 @@ def top_class(logits: GaussianLogits, max_bytes: int | None = None) -> jax.Array
   return EveryClass(tiling, classes).top_k(mean_of_class, 1)[0][:, 0]
 
 
-def mean_of_class(tile: Tile, constants: None = None, arrays: None = None) -> jax.Array:
+def mean_of_class(tile: Tile) -> jax.Array:
   """mu [B, t]."""
   return tile.classes.logits()[:, 0]

@@ -5,15 +5,9 @@
     softmax   loss = T log sum_k exp(u_k) - sum_k t_k u_k,    d loss / d u_k = T p_k - t_k
     sigmoid   loss = sum_k log(1 + exp(u_k)) - t_k u_k,       d loss / d u_k = sigmoid(u_k) - t_k
 
-Two loops over tiles of classes. The first finds the sums over classes as an online softmax does,
-relative to a running maximum. The second makes the gradient of each tile once they are known. It
-needs the logits again, and making them is a third of the work. But the gradient of W [D, K] has
-memory that nothing uses before the second loop. So the first loop leaves the logits of up to D
-examples there, and the second one takes each tile of them out before it writes that tile's
-gradient. Beside the gradients there is then never more than a tile.
-
-With K cut over devices, each one sums over its own classes, and three numbers per example are
-combined once. JAX differentiates that; the rule below is of one device's classes only.
+The sums over classes are those of `classes.EveryClass`, of one row of logits for each example. With
+K cut over devices, each one sums over its own classes, and three numbers per example are combined
+once.
 
 N examples, K classes (k of this device, t of a tile), D pre-logits, L labels per example.
 """
@@ -34,9 +28,10 @@ from flax.linen import partitioning as flax_partitioning
 from jax import core, lax
 from jax.sharding import AxisType, PartitionSpec, reshard
 
-from het_plugin.integrate.gaussian import LINKS, PADDED, GaussianLogits, Linear, LowRank
+from het_plugin.integrate.classes import Classes, EveryClass, Terms, Tile, Tiling
+from het_plugin.integrate.gaussian import LINKS, GaussianLogits, Linear, LowRank
 from het_plugin.integrate.integrator import Integrator
-from het_plugin.integrate.placement import mesh_axes, num_shards, varying_alike
+from het_plugin.integrate.placement import Placement, mesh_axes, num_shards, varying_alike
 
 TILE_BYTES = 2**24  # of a tile's logits and columns of W, and their gradients
 MIN_TILE = 512
@@ -164,7 +159,8 @@ class Settings:
     if self.tile is not None:
       return min(self.tile, num_classes)
     # Of a tile there are logits and columns of W, and the gradients of both.
-    num_values = 2 * (_size(phi.shape[0]) + kernel.shape[0])
+    num_rows = phi.shape[0] if isinstance(phi.shape[0], int) else 1  # symbolic (`jax.export`)
+    num_values = 2 * (num_rows + kernel.shape[0])
     size = TILE_BYTES // (num_values * _wide(phi.dtype).itemsize)
     return min(max(MIN_TILE, 2 ** max(0, size.bit_length() - 1)), num_classes)
 
@@ -192,12 +188,7 @@ class Ids:
       of_all = 0.5
     if settings.label_smoothing:
       t += settings.label_smoothing * (of_all - t)
-    return jnp.where(classes < settings.num_classes, t, 0.0).astype(like.dtype)
-
-  def total(self, of_targets: jax.Array) -> jax.Array:
-    """T [N], the sum of all targets, which is `of_targets` up to rounding."""
-    del of_targets
-    return self.weights.sum(axis=-1)
+    return t.astype(like.dtype)
 
 
 @struct.dataclass
@@ -220,11 +211,7 @@ class Soft:
         f'cross_entropy: labels must return {like.shape} for {classes.shape[0]} classes; got '
         f'{t.shape}'
       )
-    return jnp.where(classes < settings.num_classes, t, 0.0).astype(like.dtype)
-
-  def total(self, of_targets: jax.Array) -> jax.Array:
-    """T [N], which only the loop over all classes knows."""
-    return of_targets
+    return t.astype(like.dtype)
 
 
 Labels = Ids | Soft
@@ -291,22 +278,22 @@ def _loss(
 ) -> jax.Array:
   """The loss [...] from the classes of this device; `axes` have the other classes."""
   rows = phi.shape[:-1]
+  wide = _wide(phi.dtype)
   phi = phi.reshape(-1, phi.shape[-1])
   labels = jax.tree.map(lambda x: x.reshape(phi.shape[0], x.shape[-1]), labels)
-  first = jnp.int32(lax.axis_index(axes) * kernel.shape[-1] if axes else 0)
-  arrays = varying_alike((phi, kernel, bias, labels, first))
-  top, total, at, of_targets = _sums(settings, *arrays)
-  top = lax.stop_gradient(top)
-  if axes:
-    highest = lax.pmax(top, axes)
-    total = lax.psum(total * jnp.exp(top - highest), axes)
-    at = lax.psum(at, axes)
-    of_targets = lax.psum(of_targets, axes)
-    top = highest
+  vectors = phi.astype(wide)[:, None]
+  bias = None if bias is None else bias.astype(wide)
+  classes = Classes(vectors=vectors, kernel=kernel, bias=bias, dtype=phi.dtype)
+  classes, constants = varying_alike((classes, labels))
+  placement = Placement(vocab=axes or None)
+  tiling = Tiling(settings.tile_size(phi, kernel), settings.num_classes, placement)
+  found = EveryClass(tiling, classes, constants).sums(functools.partial(_terms, settings))
   if settings.link == 'sigmoid':
-    return total.reshape(rows)
-  t = labels.total(of_targets)
-  log_total = jnp.log(total)
+    return found.sums.reshape(rows)
+  at, t = found.sums
+  t = labels.weights.sum(axis=-1) if isinstance(labels, Ids) else t  # equal up to rounding
+  top = found.top[:, 0]
+  log_total = found.log_total[:, 0]
   # u - maximum is exact: losses near 0 keep their digits.
   loss = t * log_total - (at - t * top)
   if settings.z_loss:
@@ -314,166 +301,17 @@ def _loss(
   return loss.reshape(rows)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(
-  settings: Settings,
-  phi: jax.Array,
-  kernel: jax.Array,
-  bias: jax.Array | None,
-  labels: Labels,
-  first: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Sums over the classes from `first` on, of phi [N, D] and W [D, k].
-
-  Returns:
-    Each [N]: max_k u_k, without a gradient; sum_k exp(u_k - max), or sum_k log(1 + exp(u_k)) -
-    t_k u_k for a sigmoid; and for a softmax sum_k t_k u_k, and sum_k t_k of a function of labels.
-  """
-  return _first_loop(settings, phi, kernel, bias, labels, first, None)[0]
-
-
-def _first_loop(
-  settings: Settings,
-  phi: jax.Array,
-  kernel: jax.Array,
-  bias: jax.Array | None,
-  labels: Labels,
-  first: jax.Array,
-  kept: jax.Array | None,
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array | None]:
-  """The sums; and `kept`, None or [n, k], with the logits of the first examples in its rows."""
-  zero = jnp.zeros_like(phi, _wide(phi.dtype), shape=phi.shape[:1])
-  num_kept = 0 if kept is None else min(phi.shape[0], kept.shape[0])
-
-  def body(carry, start, size):
-    (top, total, at, of_targets), kept = carry
-    tile = Tile.of(settings, kernel, bias, first, start, size)
-    u = tile.logits(phi)  # [N, t]
-    if kept is not None:
-      kept = lax.dynamic_update_slice(kept, u[:num_kept], (0, start))
-    t = labels.targets(settings, tile.classes, u)  # [N, t]
-    if settings.link == 'sigmoid':
-      of_class = jnp.maximum(u, 0.0) - t * u + jnp.log1p(jnp.exp(-jnp.abs(u)))
-      return (top, total + of_class.sum(axis=-1), at, of_targets), kept
-    high = jnp.maximum(top, u.max(axis=-1))
-    total = total * jnp.exp(top - high) + jnp.exp(u - high[:, None]).sum(axis=-1)
-    at += (t * u).sum(axis=-1)
-    if isinstance(labels, Soft):
-      of_targets += t.sum(axis=-1)
-    return (high, total, at, of_targets), kept
-
-  top = zero if settings.link == 'sigmoid' else zero + 2 * PADDED
-  return _over_tiles(settings, phi, kernel, body, ((top, zero, zero, zero), kept))
-
-
-def _sums_fwd(settings: Settings, *primals: Any) -> tuple[Any, tuple]:
-  arrays = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
-  phi, kernel = arrays[:2]
-  kept = None
-  if settings.tile_size(phi, kernel) == kernel.shape[-1]:  # one tile
-    kept = jnp.zeros_like(phi, _wide(phi.dtype), shape=(phi.shape[0], kernel.shape[-1]))
-  elif primals[1].perturbed and kernel.dtype == _wide(phi.dtype) and _is_static(phi.shape[0]):
-    kept = jnp.zeros_like(kernel)  # the memory of its gradient
-  sums, kept = _first_loop(settings, *arrays, kept)
-  return sums, (*arrays, sums[0], kept)
-
-
-def _sums_bwd(settings: Settings, residuals: tuple, cotangents: tuple) -> tuple:
-  phi, kernel, bias, labels, first, top, kept = residuals
-  _, g_total, g_at, _ = jax.tree.map(_dense, cotangents)
-  num_rows = phi.shape[0]
-  num_kept = 0 if kept is None else min(num_rows, kept.shape[0])
-  is_shared = kept is not None and kept.shape == kernel.shape
-
-  def body(carry, start, size):
-    of_phi, of_kernel, of_bias = carry
-    tile = Tile.of(settings, kernel, bias, first, start, size)
-    u = []  # [N, t]
-    if num_kept:
-      u.append(lax.dynamic_slice(of_kernel if is_shared else kept, (0, start), (num_kept, size)))
-    if not _is_static(num_rows) or num_kept < num_rows:
-      u.append(tile.logits(phi[num_kept:]))
-    u = jnp.concatenate(u)
-    t = labels.targets(settings, tile.classes, u)
-    if settings.link == 'sigmoid':
-      g = g_total[:, None] * (jax.nn.sigmoid(u) - t)
-    else:
-      g = g_total[:, None] * jnp.exp(u - top[:, None]) + g_at[:, None] * t
-    if of_bias is not None:
-      # A product, because XLA's sum over examples took ten times as long on a CPU.
-      ones = jnp.ones(num_rows, g.dtype)
-      column = jnp.einsum('n,nt->t', ones, g, precision=lax.Precision.HIGHEST)
-      of_bias = lax.dynamic_update_slice_in_dim(of_bias, column.astype(of_bias.dtype), start, 0)
-    g = g.astype(phi.dtype)
-    of_phi += _product('nt,dt->nd', g, tile.kernel)
-    columns = _product('nd,nt->dt', phi, g).astype(kernel.dtype)
-    return of_phi, lax.dynamic_update_slice_in_dim(of_kernel, columns, start, 1), of_bias
-
-  of_phi = jnp.zeros_like(phi, _wide(phi.dtype))
-  of_kernel = kept if is_shared else jnp.zeros_like(kernel)
-  of_bias = None if bias is None else jnp.zeros_like(bias)
-  of_phi, *others = _over_tiles(settings, phi, kernel, body, (of_phi, of_kernel, of_bias))
-  return of_phi.astype(phi.dtype), *others, None, None
-
-
-_sums.defvjp(_sums_fwd, _sums_bwd, symbolic_zeros=True)
-
-
-@struct.dataclass
-class Tile:
-  """Classes of one step of a loop.
-
-  Attributes:
-    kernel: their columns [D, t].
-    bias: [t], or None.
-    classes: int32 [t], ids.
-    num_classes: K; later ones are padding.
-  """
-
-  kernel: jax.Array
-  bias: jax.Array | None
-  classes: jax.Array
-  num_classes: int = struct.field(pytree_node=False)
-
-  @classmethod
-  def of(
-    cls,
-    settings: Settings,
-    kernel: jax.Array,
-    bias: jax.Array | None,
-    first: jax.Array,
-    start: jax.Array | int,
-    size: int,
-  ) -> 'Tile':
-    """`size` classes from `start` on of W [D, k] and b [k], whose first class is `first`."""
-    own = lax.dynamic_slice_in_dim(kernel, start, size, axis=1)
-    if bias is not None:
-      bias = lax.dynamic_slice_in_dim(bias, start, size)
-    return cls(own, bias, first + start + jnp.arange(size), settings.num_classes)
-
-  def logits(self, phi: jax.Array) -> jax.Array:
-    """u [N, t] of phi [N, D], with `PADDED` at padded classes."""
-    u = _product('nd,dt->nt', phi, self.kernel)
-    if self.bias is not None:
-      u += self.bias.astype(u.dtype)
-    return jnp.where(self.classes < self.num_classes, u, PADDED)
-
-
-def _over_tiles(
-  settings: Settings,
-  phi: jax.Array,
-  kernel: jax.Array,
-  body: Callable[..., Any],
-  carry: Any,
-) -> Any:
-  """The carry after body(carry, start, size) of all tiles; what is left over is a smaller one."""
-  size = settings.tile_size(phi, kernel)
-  count, rest = divmod(kernel.shape[-1], size)
-  if count == 1:
-    carry = body(carry, 0, size)
-  else:
-    carry, _ = lax.scan(lambda x, i: (body(x, i * size, size), None), carry, jnp.arange(count))
-  return body(carry, count * size, rest) if rest else carry
+def _terms(settings: Settings, tile: Tile) -> Terms:
+  """Of the sums of exp(u), t u and t, or of the loss of a sigmoid."""
+  labels = tile.constants
+  rows = tile.masked(tile.classes.logits())  # [N, 1, t]
+  u = rows[:, 0]
+  t = jnp.where(tile.counts, labels.targets(settings, tile.ids, u), 0.0)
+  if settings.link == 'sigmoid':
+    of_class = jnp.maximum(u, 0.0) - t * u + jnp.log1p(jnp.exp(-jnp.abs(u)))
+    return Terms(sums=of_class.sum(axis=-1))
+  total = None if isinstance(labels, Ids) else t.sum(axis=-1)
+  return Terms(rows, ((t * u).sum(axis=-1), total))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -623,14 +461,9 @@ def _noisy(
   """HET-XL's logits. A loss in tiles never reads their location."""
   dtype = _wide(phi.dtype)
   bias = jnp.zeros_like(kernel, dtype, shape=kernel.shape[-1:]) if bias is None else bias
-  location = _product('bd,dk->bk', phi, kernel) + bias
+  location = jnp.matmul(phi, kernel.astype(phi.dtype), preferred_element_type=dtype) + bias
   linear = Linear(kernel, phi, bias)
   return GaussianLogits(location, noise, linear, jnp.asarray(temperature, dtype), num_classes, link)
-
-
-def _product(dims: str, x: jax.Array, y: jax.Array) -> jax.Array:
-  """A product in the dtype of x, summed in float32 or wider."""
-  return jnp.einsum(dims, x, y.astype(x.dtype), preferred_element_type=_wide(x.dtype))
 
 
 def _over(x: jax.Array, temperature: jax.Array | float) -> jax.Array:
@@ -641,20 +474,6 @@ def _over(x: jax.Array, temperature: jax.Array | float) -> jax.Array:
 def _wide(dtype: Any) -> np.dtype:
   """float32, or float64 of float64; also where dtypes are not promoted."""
   return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-
-def _dense(cotangent: Any) -> jax.Array:
-  is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-  return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
-
-
-def _is_static(size: Any) -> bool:
-  return isinstance(size, int)
-
-
-def _size(size: Any) -> int:
-  """The size of a dimension; 1 where it is symbolic (`jax.export`)."""
-  return size if _is_static(size) else 1
 
 
 def _check_shapes(

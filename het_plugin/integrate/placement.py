@@ -58,7 +58,8 @@ class Placement:
     Args:
       function: maps arrays to arrays.
       inputs: a pytree per argument, with a letter per dimension of every array: b is cut over
-        `batch`, k over `vocab`.
+        `batch`, k over `vocab`. In the place of a tree, letters of the first dimensions of all its
+        arrays.
       outputs: the same for the result.
     """
     if self.mesh is None:

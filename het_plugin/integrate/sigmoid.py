@@ -31,11 +31,11 @@ import numpy as np
 from het_plugin.integrate.classes import (
   Classes,
   EveryClass,
+  MaybeArray,
   Tile,
   Tiling,
   classes_of,
   largest,
-  letters_of,
 )
 from het_plugin.integrate.directions import reduced
 from het_plugin.integrate.gaussian import (
@@ -46,7 +46,6 @@ from het_plugin.integrate.gaussian import (
   apply_projection,
   over_tau,
 )
-from het_plugin.integrate.placement import dims
 from het_plugin.integrate.sampled_logits import Chunk, Samples
 
 # p_i and s_i, ascending in s_i. Fitted by reweighted least squares on x in [0, 44], and to the
@@ -272,10 +271,7 @@ class ExactSigmoid:
 
   def nll(self, labels: jax.Array) -> jax.Array:
     """The sum over classes of -log p(y_k), [B], with y_k = 1 for the labels int32 [B, L]."""
-    every_class = dataclasses.replace(
-      self._every_class, constants=labels, constant_letters=dims('bl')
-    )
-    return every_class.total(_nll)
+    return -dataclasses.replace(self._every_class, constants=labels).total(_log_p)
 
   def log_prob(self) -> jax.Array:
     """log p(y_k = 1) [B, Kp]."""
@@ -295,23 +291,18 @@ class ExactSigmoid:
 
   @property
   def _every_class(self) -> EveryClass:
-    return EveryClass(
-      self.tiling,
-      self.classes,
-      arrays=self.spread,
-      letters=None if self.spread is None else dims('bq'),
-      buckets=self.buckets,
-    )
+    return EveryClass(self.tiling, self.classes, arrays=self.spread, buckets=self.buckets)
 
 
-def _marginals(tile: Tile, spread: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+def _marginals(tile: Tile) -> tuple[jax.Array, MaybeArray]:
   """Mean and variance [B, t] of the logits of a tile; no variance without noise."""
   classes = tile.classes
+  spread = tile.arrays
   if classes.noise is not None:
     return classes.mean()[:, 0], classes.noise.variances()
   if classes.kind != 'factors':
     mean = classes.logits()[:, 0]
-    return mean, None if spread is None else spread[:, tile.own_buckets]
+    return mean, None if spread is None else spread[:, tile.buckets]
   rows, mu = classes.rows()
   if mu is None:
     mean, variance = last_and_squares(rows)
@@ -324,20 +315,12 @@ def _marginals(tile: Tile, spread: jax.Array | None) -> tuple[jax.Array, jax.Arr
   return mean if classes.bias is None else mean + classes.bias, variance
 
 
-def _log_p_of_sign(tile: Tile, spread: jax.Array | None, sign: jax.Array | float) -> jax.Array:
-  """log E[sigmoid(sign u)] [B, t]."""
-  mean, variance = _marginals(tile, spread)
-  mean = jnp.asarray(sign, mean.dtype) * mean
+def _log_p(tile: Tile) -> jax.Array:
+  """log p(y_k = 1) [B, t], or at the signs of labels that are the constants."""
+  mean, variance = _marginals(tile)
+  if tile.constants is not None:
+    mean = mean * sign_of(tile, tile.constants)
   return jax.nn.log_sigmoid(mean) if variance is None else log_expected_sigmoid(mean, variance)
-
-
-def _log_p(tile: Tile, constants: None, spread: jax.Array | None) -> jax.Array:
-  del constants
-  return _log_p_of_sign(tile, spread, 1.0)
-
-
-def _nll(tile: Tile, labels: jax.Array, spread: jax.Array | None) -> jax.Array:
-  return -_log_p_of_sign(tile, spread, sign_of(tile, labels))
 
 
 def sign_of(tile: Tile, labels: jax.Array) -> jax.Array:
@@ -345,15 +328,13 @@ def sign_of(tile: Tile, labels: jax.Array) -> jax.Array:
   return jnp.where(tile.is_label(labels).any(axis=1), 1.0, -1.0)
 
 
-def _log_odds_of_class(tile: Tile, constants: None, spread: jax.Array | None) -> jax.Array:
-  del constants
-  mean, variance = _marginals(tile, spread)
+def _log_odds_of_class(tile: Tile) -> jax.Array:
+  mean, variance = _marginals(tile)
   return mean if variance is None else expected_log_odds(mean, variance)
 
 
-def _entropy(tile: Tile, constants: None, spread: jax.Array | None) -> jax.Array:
-  del constants
-  mean, variance = _marginals(tile, spread)
+def _entropy(tile: Tile) -> jax.Array:
+  mean, variance = _marginals(tile)
   return binary_entropy(mean) if variance is None else expected_entropy(mean, variance)
 
 
@@ -372,15 +353,11 @@ def marginals(logits: GaussianLogits) -> tuple[jax.Array, jax.Array]:
   exact = ExactSigmoid.of(over_tau(logits))
   whole = dataclasses.replace(exact.tiling, tile=logits.location.shape[-1])
 
-  def mean(tile: Tile, constants: None, spread: jax.Array | None) -> jax.Array:
-    return _marginals(tile, spread)[0]
-
-  def variance(tile: Tile, constants: None, spread: jax.Array | None) -> jax.Array:
-    found = _marginals(tile, spread)[1]
-    return jnp.zeros_like(logits.location) if found is None else found
-
   every_class = dataclasses.replace(exact, tiling=whole)._every_class
-  return every_class.values(mean), every_class.values(variance)
+  mean = every_class.values(lambda tile: _marginals(tile)[0])
+  if logits.covariance is None:
+    return mean, jnp.zeros_like(mean)
+  return mean, every_class.values(lambda tile: _marginals(tile)[1])
 
 
 # From samples
@@ -436,21 +413,12 @@ class SampledSigmoid:
     return self.samples.log_sum_exp(of_chunk)
 
   def _of_chunk(self, chunk: Chunk, labels: jax.Array | None) -> EveryClass:
-    constants = chunk.z, chunk.log_weight, labels
-    return EveryClass(
-      self.tiling, chunk.classes, constants, letters_of(constants, 'bst', 'bs', 'bl')
-    )
+    return EveryClass(self.tiling, chunk.classes, (chunk.z, chunk.log_weight, labels))
 
 
-Constants = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
-
-
-def _log_mean_of_sign(
-  num_samples: int, sign: float, tile: Tile, constants: Constants, arrays: None
-) -> jax.Array:
+def _log_mean_of_sign(num_samples: int, sign: float, tile: Tile) -> jax.Array:
   """log of sum_s sigmoid(+-u_s) / S over the samples of a chunk [B, t]."""
-  del arrays
-  z, log_weight, labels = constants
+  z, log_weight, labels = tile.constants
   u = tile.classes.logits(z)
   x = u * jnp.asarray(sign, u.dtype) if labels is None else u * sign_of(tile, labels)[:, None]
   if log_weight is not None:  # 0, or far below it where a sample does not count
@@ -458,10 +426,9 @@ def _log_mean_of_sign(
   return _log_sum_sigmoid(x) - math.log(num_samples)
 
 
-def _sum_of_entropies(tile: Tile, constants: Constants, arrays: None) -> jax.Array:
+def _sum_of_entropies(tile: Tile) -> jax.Array:
   """The sum over samples of the entropies [B, t]."""
-  del arrays
-  z, log_weight, _ = constants
+  z, log_weight, _ = tile.constants
   entropies = binary_entropy(tile.classes.logits(z))
   if log_weight is not None:
     entropies = jnp.where(log_weight[..., None] < 0, 0.0, entropies)
