@@ -543,7 +543,7 @@ class EveryClass:
   classes: Classes
   constants: Any = None
   arrays: Any = None
-  buckets: jax.Array | None = None
+  buckets: MaybeArray = None
 
   def sums(self, terms: TermsOf) -> Sums:
     """The sums of the terms over all classes."""

@@ -1,8 +1,9 @@
 """E[link(logits / tau)] of Gaussian logits, exact or from samples, for training and evaluation."""
 
 import dataclasses
-import functools
 import numbers
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,11 @@ from jax import core
 from het_plugin.integrate import samplers
 from het_plugin.integrate.classes import linear_location
 from het_plugin.integrate.directions import Draws
-from het_plugin.integrate.gaussian import GaussianLogits, Hashed, Opaque, checked, masked, over_tau
+from het_plugin.integrate.gaussian import GaussianLogits, Opaque, checked, masked, over_tau
 from het_plugin.integrate.placement import on_mesh_of_caller
-from het_plugin.integrate.sampled_logits import Sampling, of_location
+from het_plugin.integrate.sampled_logits import Samples, Sampling, of_location
 from het_plugin.integrate.sigmoid import ExactSigmoid, SampledSigmoid
-from het_plugin.integrate.softmax import BucketSoftmax, Softmax, has_fewer_buckets
+from het_plugin.integrate.softmax import BucketSoftmax, Softmax, fewer_buckets
 
 METHODS = ('auto', 'exact', 'sample')
 
@@ -141,14 +142,13 @@ class Integrator:
       ValueError: the logits are no `GaussianLogits`; or labels are not whole numbers, do not have B
         rows, or (if they are concrete) are not below K.
     """
-    return on_mesh_of_caller(self._nll, 'b', checked(logits), labels, keys)
+    return on_mesh_of_caller(self._nll, 'b', checked(logits), keys, labels)
 
   def _nll(
-    self, logits: GaussianLogits, labels: jax.Array, keys: jax.Array | Draws | None
+    self, logits: GaussianLogits, keys: jax.Array | Draws | None, labels: jax.Array
   ) -> jax.Array:
     labels = check_labels(logits, labels)
-    link = self._link(logits, keys, labels)
-    nll = link.nll(labels)
+    nll = self._link(logits, keys, labels).nll(labels)
     return jnp.where((labels < logits.num_classes).all(-1), nll, jnp.nan)
 
   def draws(self, logits: GaussianLogits, keys: jax.Array) -> Draws:
@@ -173,8 +173,8 @@ class Integrator:
       keys: as in `nll`.
     """
     logits = over_tau(checked(logits))
-    if isinstance(logits.projection, Hashed) and has_fewer_buckets(logits):
-      logits = self._of_buckets(logits, logits.projection, keys).of_buckets()
+    if fewer_buckets(logits) is not None:
+      logits = self._bucket_softmax(logits, keys).sums()[1]
     return self._sampling.draws(logits, keys)
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | Draws | None = None) -> jax.Array:
@@ -191,10 +191,19 @@ class Integrator:
     Raises:
       ValueError: the logits are no `GaussianLogits`, or there are no keys where samples need them.
     """
-    return on_mesh_of_caller(self._log_prob, 'bk', checked(logits), keys)
+    return self._of_link(lambda link: masked(logits, link.log_prob()), 'bk', logits, keys)
 
-  def _log_prob(self, logits: GaussianLogits, keys: jax.Array | Draws | None) -> jax.Array:
-    return masked(logits, self._link(logits, keys).log_prob())
+  def _of_link(
+    self,
+    function: Callable[[Any], Any],
+    result: str,
+    logits: GaussianLogits,
+    keys: jax.Array | Draws | None,
+  ) -> Any:
+    """function(link) on the mesh of the caller; `result` as in `on_mesh_of_caller`."""
+    return on_mesh_of_caller(
+      lambda *args: function(self._link(*args)), result, checked(logits), keys
+    )
 
   def top_k(
     self, logits: GaussianLogits, keys: jax.Array | Draws | None = None, k: int = 5
@@ -214,20 +223,14 @@ class Integrator:
     Raises:
       ValueError: as in `log_prob`, or there are no k classes.
     """
-    logits = checked(logits)
-    if not 1 <= k <= logits.num_classes:
+    if not 1 <= k <= checked(logits).num_classes:
       raise ValueError(f'top_k: k={k} must be from 1 to K = {logits.num_classes}')
-    return on_mesh_of_caller(functools.partial(self._top_k, k=k), 'b', logits, keys)
-
-  def _top_k(
-    self, logits: GaussianLogits, keys: jax.Array | Draws | None, k: int
-  ) -> tuple[jax.Array, jax.Array]:
-    return self._link(logits, keys).top_k(k)
+    return self._of_link(lambda link: link.top_k(k), 'b', logits, keys)
 
   def is_tiled(self, logits: GaussianLogits) -> bool:
     """Whether `nll` and `top_k` of these logits go through tiles of classes (`max_bytes`)."""
     logits = checked(logits)
-    if logits.link == 'softmax' and logits.covariance is not None and not has_fewer_buckets(logits):
+    if logits.link == 'softmax' and logits.covariance is not None and fewer_buckets(logits) is None:
       return not self._sampling.tiling(logits).is_whole
     return not self._link(logits, samplers.shared_key(jax.random.key(0))).tiling.is_whole
 
@@ -244,10 +247,9 @@ class Integrator:
     Raises:
       ValueError: as in `log_prob`, or the link is 'softmax'.
     """
-    return on_mesh_of_caller(self._log_odds, 'bk', check_sigmoid(checked(logits)), keys)
-
-  def _log_odds(self, logits: GaussianLogits, keys: jax.Array | None) -> jax.Array:
-    return masked(logits, self._sigmoid(over_tau(logits), keys).log_odds())
+    if checked(logits).link != 'sigmoid':
+      raise ValueError(f"log_odds needs the link 'sigmoid'; got link={logits.link!r}: use log_prob")
+    return self._of_link(lambda link: masked(logits, link.log_odds()), 'bk', logits, keys)
 
   def expected_entropy(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """E[H(y | x, z)], the entropy given the noise, averaged over the noise.
@@ -269,10 +271,7 @@ class Integrator:
     Raises:
       ValueError: as in `log_prob`.
     """
-    return on_mesh_of_caller(self._expected_entropy, 'b', checked(logits), keys)
-
-  def _expected_entropy(self, logits: GaussianLogits, keys: jax.Array | None) -> jax.Array:
-    return self._link(logits, keys).expected_entropy()
+    return self._of_link(lambda link: link.expected_entropy(), 'b', logits, keys)
 
   def _link(
     self,
@@ -285,31 +284,23 @@ class Integrator:
     Labels int32 [B, L] are given if only their probabilities are wanted.
     """
     logits = over_tau(logits)
-    if logits.link == 'sigmoid':
-      return self._sigmoid(logits, keys)
-    if logits.covariance is None:
+    is_sigmoid = logits.link == 'sigmoid'
+    if logits.covariance is None and not is_sigmoid:
       return Softmax(of_location(logits, self.max_bytes))
-    self._is_exact(logits)  # refuses where method='exact' cannot be met
-    if isinstance(logits.projection, Hashed) and has_fewer_buckets(logits):
-      return self._of_buckets(logits, logits.projection, keys)
-    return Softmax(self._sampling.samples(logits, keys, labels))
-
-  def _sigmoid(
-    self, logits: GaussianLogits, keys: jax.Array | Draws | None
-  ) -> ExactSigmoid | SampledSigmoid:
     if logits.covariance is None or self._is_exact(logits):
       return ExactSigmoid.of(logits, self.max_bytes, self.principal_factors)
-    return SampledSigmoid(self._sampling.samples(logits, keys))
+    if fewer_buckets(logits) is not None and not is_sigmoid:
+      return self._bucket_softmax(logits, keys)
+    samples = self._sampling.samples(logits, keys, labels)
+    return SampledSigmoid(samples) if is_sigmoid else Softmax(samples)
 
-  def _of_buckets(
-    self, logits: GaussianLogits, projection: Hashed, keys: jax.Array | Draws | None
+  def _bucket_softmax(
+    self, logits: GaussianLogits, keys: jax.Array | Draws | None
   ) -> BucketSoftmax:
-    """HET-H's softmax."""
+    def samples(logits: GaussianLogits, labels: jax.Array | None) -> Samples:
+      return self._sampling.samples(logits, keys, labels)
 
-    def softmax(logits: GaussianLogits, labels: jax.Array | None) -> Softmax:
-      return Softmax(self._sampling.samples(logits, keys, labels))
-
-    return BucketSoftmax.of(logits, projection.buckets, softmax, self.max_bytes)
+    return BucketSoftmax.of(logits, samples, self.max_bytes)
 
   @property
   def _sampling(self) -> Sampling:
@@ -373,13 +364,6 @@ def _without_noise(logits: GaussianLogits) -> GaussianLogits:
   logits = checked(logits)
   linear = linear_location(logits)  # with which losses in tiles of classes make the location
   return dataclasses.replace(logits, covariance=None, projection=None, location_from=linear)
-
-
-def check_sigmoid(logits: GaussianLogits) -> GaussianLogits:
-  """The logits. Raises ValueError if their link has no odds of single classes."""
-  if logits.link != 'sigmoid':
-    raise ValueError(f"log_odds needs the link 'sigmoid'; got link={logits.link!r}: use log_prob")
-  return logits
 
 
 def check_labels(logits: GaussianLogits, labels: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from het_plugin.integrate.classes import Classes, Tiling, classes_of
+from het_plugin.integrate.classes import Classes, EveryClass, Tile, Tiling, classes_of, largest
 from het_plugin.integrate.directions import Draws, rotation_to
 from het_plugin.integrate.gaussian import (
   PADDED,
@@ -84,6 +84,50 @@ class Samples:
 
     rest = jnp.arange(1, self.num_chunks)
     return jax.lax.scan(lambda total, c: (add(total, c), None), first, rest)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+  """What is a mean over samples, whatever the link."""
+
+  samples: Samples
+
+  @property
+  def tiling(self) -> Tiling:
+    """How classes are cut."""
+    return self.samples.tiling
+
+  def log_prob(self, labels: jax.Array | None = None) -> jax.Array:
+    """log p [B, Kp], anything at padded classes; of a sigmoid with labels, log p(y_k)."""
+    return self.samples.log_sum_exp(
+      lambda chunk: self.every_class(chunk, labels).values(self.log_p_of)
+    )
+
+  def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k most probable classes int32 [B, k], and log p [B, k]."""
+    if self.tiling.is_whole or self.samples.num_chunks > 1:
+      return largest(self.tiling, self.log_prob(), k)
+    return self.every_class(self.samples.chunk(0)).top_k(self.log_p_of, k)
+
+  def expected_entropy(self) -> jax.Array:
+    """The entropy given the noise, averaged over samples, [B]."""
+
+    def of_chunk(chunk: Chunk) -> jax.Array:
+      return self.every_class(chunk).total(self.entropies)
+
+    return self.samples.each(of_chunk).sum(axis=0) / self.samples.num_samples
+
+  def every_class(self, chunk: Chunk, labels: jax.Array | None = None) -> EveryClass:
+    """The classes of some samples; constants are their normals and weights, and the labels."""
+    return EveryClass(self.tiling, chunk.classes, (chunk.z, chunk.log_weight, labels))
+
+  def log_p_of(self, tile: Tile) -> jax.Array:
+    """log of sum_s p_s / S over the samples of a chunk, [B, t]."""
+    raise NotImplementedError
+
+  def entropies(self, tile: Tile) -> jax.Array:
+    """What classes add to the sum of the samples' entropies, [B, t]."""
+    raise NotImplementedError
 
 
 def of_location(logits: GaussianLogits, max_bytes: int | None) -> Samples:

@@ -35,7 +35,6 @@ from het_plugin.integrate.classes import (
   Tile,
   Tiling,
   classes_of,
-  largest,
 )
 from het_plugin.integrate.directions import reduced
 from het_plugin.integrate.gaussian import (
@@ -46,7 +45,7 @@ from het_plugin.integrate.gaussian import (
   apply_projection,
   over_tau,
 )
-from het_plugin.integrate.sampled_logits import Chunk, Samples
+from het_plugin.integrate.sampled_logits import Sampled
 
 # p_i and s_i, ascending in s_i. Fitted by reweighted least squares on x in [0, 44], and to the
 # second derivative on x in [0, 2.5].
@@ -363,76 +362,40 @@ def marginals(logits: GaussianLogits) -> tuple[jax.Array, jax.Array]:
 # From samples
 
 
-@dataclasses.dataclass(frozen=True)
-class SampledSigmoid:
+class SampledSigmoid(Sampled):
   """log p of a sigmoid from samples; methods as those of `ExactSigmoid`.
 
   It keeps an array [B, Kp], since the mean over samples is taken for each class.
   """
 
-  samples: Samples
-
-  @property
-  def tiling(self) -> Tiling:
-    """How classes are cut."""
-    return self.samples.tiling
-
   def nll(self, labels: jax.Array) -> jax.Array:
     """The loss [B] (`ExactSigmoid.nll`)."""
-    log_p = self._log_p(labels, 1.0)
+    log_p = self.log_prob(labels)
     is_class = jnp.arange(log_p.shape[-1]) < self.tiling.num_classes
     return -jnp.where(is_class, log_p, 0.0).sum(axis=-1)
 
-  def log_prob(self) -> jax.Array:
-    """log p(y_k = 1) [B, Kp]."""
-    return self._log_p(None, 1.0)
-
   def log_odds(self) -> jax.Array:
     """log p(y_k = 1) - log p(y_k = 0) [B, Kp]."""
-    return self._log_p(None, 1.0) - self._log_p(None, -1.0)
+    log_p = self.log_prob()
+    no_label = jnp.full_like(log_p[:, :1], -1, jnp.int32)
+    return log_p - self.log_prob(no_label)
 
-  def expected_entropy(self) -> jax.Array:
-    """The entropy given the noise, summed over classes, [B]."""
+  def log_p_of(self, tile: Tile) -> jax.Array:
+    """As in `Sampled`, of y_k = 1, or of the signs of labels."""
+    z, log_weight, labels = tile.constants
+    u = tile.classes.logits(z)
+    x = u if labels is None else u * sign_of(tile, labels)[:, None].astype(u.dtype)
+    if log_weight is not None:  # 0, or far below it where a sample does not count
+      x = jnp.where(log_weight[..., None] < 0, 2 * PADDED, x)  # which makes all that follows 0
+    return _log_sum_sigmoid(x) - math.log(self.samples.num_samples)
 
-    def of_chunk(chunk: Chunk) -> jax.Array:
-      return self._of_chunk(chunk, None).total(_sum_of_entropies)
-
-    return self.samples.each(of_chunk).sum(axis=0) / self.samples.num_samples
-
-  def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k most probable classes (`ExactSigmoid.top_k`)."""
-    return largest(self.tiling, self.log_prob(), k)
-
-  def _log_p(self, labels: jax.Array | None, sign: float) -> jax.Array:
-    """log p(y_k = sign), or at the signs of labels, [B, Kp]."""
-
-    def of_chunk(chunk: Chunk) -> jax.Array:
-      value = functools.partial(_log_mean_of_sign, self.samples.num_samples, sign)
-      return self._of_chunk(chunk, labels).values(value)
-
-    return self.samples.log_sum_exp(of_chunk)
-
-  def _of_chunk(self, chunk: Chunk, labels: jax.Array | None) -> EveryClass:
-    return EveryClass(self.tiling, chunk.classes, (chunk.z, chunk.log_weight, labels))
-
-
-def _log_mean_of_sign(num_samples: int, sign: float, tile: Tile) -> jax.Array:
-  """log of sum_s sigmoid(+-u_s) / S over the samples of a chunk [B, t]."""
-  z, log_weight, labels = tile.constants
-  u = tile.classes.logits(z)
-  x = u * jnp.asarray(sign, u.dtype) if labels is None else u * sign_of(tile, labels)[:, None]
-  if log_weight is not None:  # 0, or far below it where a sample does not count
-    x = jnp.where(log_weight[..., None] < 0, 2 * PADDED, x)  # which makes all that follows 0
-  return _log_sum_sigmoid(x) - math.log(num_samples)
-
-
-def _sum_of_entropies(tile: Tile) -> jax.Array:
-  """The sum over samples of the entropies [B, t]."""
-  z, log_weight, _ = tile.constants
-  entropies = binary_entropy(tile.classes.logits(z))
-  if log_weight is not None:
-    entropies = jnp.where(log_weight[..., None] < 0, 0.0, entropies)
-  return entropies.sum(axis=1)
+  def entropies(self, tile: Tile) -> jax.Array:
+    """As in `Sampled`."""
+    z, log_weight, _ = tile.constants
+    entropies = binary_entropy(tile.classes.logits(z))
+    if log_weight is not None:
+      entropies = jnp.where(log_weight[..., None] < 0, 0.0, entropies)
+    return entropies.sum(axis=1)
 
 
 @jax.custom_jvp

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 from het_plugin.integrate.classes import (
   Classes,
   EveryClass,
+  MaybeArray,
   Sums,
   Terms,
   Tile,
@@ -46,23 +47,15 @@ from het_plugin.integrate.classes import (
 )
 from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Hashed
 from het_plugin.integrate.placement import num_shards
-from het_plugin.integrate.sampled_logits import Chunk, Samples
+from het_plugin.integrate.sampled_logits import Chunk, Sampled, Samples
 
 NUM_BUCKET_ROWS = 8  # values per class and example of HET-H's location and its reductions
 
 Pair = tuple[jax.Array, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class Softmax:
+class Softmax(Sampled):
   """log p of a softmax with samples."""
-
-  samples: Samples
-
-  @property
-  def tiling(self) -> Tiling:
-    """How classes are cut."""
-    return self.samples.tiling
 
   def nll(self, labels: jax.Array) -> jax.Array:
     """The mean of -log p over the labels int32 [B, L], [B]; padding is negative."""
@@ -80,38 +73,29 @@ class Softmax:
     of_samples = self.samples.each(of_chunk)  # [C, B, s, L]
     return jax.nn.logsumexp(of_samples, axis=(0, 2), b=1.0 / self.samples.num_samples)
 
-  def log_prob(self) -> jax.Array:
-    """log p [B, Kp]; anything at padded classes."""
-
-    def of_chunk(chunk: Chunk) -> jax.Array:
-      return self._of_chunk(chunk).values(self._value)
-
-    return self.samples.log_sum_exp(of_chunk)
-
-  def top_k(self, k: int) -> Pair:
-    """The k most probable classes int32 [B, k], and log p [B, k]."""
-    if self.tiling.is_whole or self.samples.num_chunks > 1:
-      return largest(self.tiling, self.log_prob(), k)
-    return self._of_chunk(self.samples.chunk(0)).top_k(self._value, k)
-
-  def expected_entropy(self) -> jax.Array:
-    """The entropy given the noise, averaged over samples, [B]."""
-
-    def of_chunk(chunk: Chunk) -> jax.Array:
-      return self._of_chunk(chunk).total(_entropy_terms)
-
-    return self.samples.each(of_chunk).sum(axis=0) / self.samples.num_samples
-
-  @property
-  def _value(self) -> Callable[..., jax.Array]:
-    return functools.partial(_log_mean_p, self.samples.num_samples)
-
-  def _of_chunk(self, chunk: Chunk) -> EveryClass:
-    every_class = EveryClass(self.tiling, chunk.classes, (chunk.z, chunk.log_weight))
+  def every_class(self, chunk: Chunk, labels: jax.Array | None = None) -> EveryClass:
+    """As in `Sampled`; the arrays are the maximum and log Z, None if a tile has all classes."""
+    every_class = super().every_class(chunk, labels)
     if self.tiling.is_whole and self.tiling.placement.vocab is None:
       return every_class
     found = softmax_sums(self.tiling, chunk.classes, chunk.z, None)
     return dataclasses.replace(every_class, arrays=(found.top, found.log_total))
+
+  def log_p_of(self, tile: Tile) -> jax.Array:
+    """As in `Sampled`."""
+    log_p = _log_p(tile)
+    log_weight = tile.constants[1]
+    if log_weight is not None:
+      log_p = log_p + log_weight[..., None]
+    num_samples = self.samples.num_samples
+    return log_p[:, 0] if num_samples == 1 else jax.nn.logsumexp(log_p, axis=1, b=1.0 / num_samples)
+
+  def entropies(self, tile: Tile) -> jax.Array:
+    """As in `Sampled`."""
+    log_p = _log_p(tile)
+    log_weight = tile.constants[1]
+    p = jnp.exp(log_p if log_weight is None else log_p + log_weight[..., None])
+    return -(p * log_p).sum(axis=1)
 
 
 def _mean_of_labels(log_p: jax.Array, labels: jax.Array) -> jax.Array:
@@ -130,23 +114,6 @@ def _log_p(tile: Tile) -> jax.Array:
   else:
     top, log_total = tile.arrays
   return (u - top[..., None]) - log_total[..., None]
-
-
-def _log_mean_p(num_samples: int, tile: Tile) -> jax.Array:
-  """log of sum_s p_s / S over the samples of a chunk [B, t]."""
-  log_weight = tile.constants[1]
-  log_p = _log_p(tile)
-  if log_weight is not None:
-    log_p = log_p + log_weight[..., None]
-  return log_p[:, 0] if num_samples == 1 else jax.nn.logsumexp(log_p, axis=1, b=1.0 / num_samples)
-
-
-def _entropy_terms(tile: Tile) -> jax.Array:
-  """sum_s -p_s log p_s [B, t]."""
-  log_weight = tile.constants[1]
-  log_p = _log_p(tile)
-  p = jnp.exp(log_p if log_weight is None else log_p + log_weight[..., None])
-  return -(p * log_p).sum(axis=1)
 
 
 # Sums over classes
@@ -195,10 +162,12 @@ def _at_labels(u: jax.Array, labels: jax.Array, tile: Tile) -> jax.Array:
 # HET-H
 
 
-def has_fewer_buckets(logits: GaussianLogits) -> bool:
-  """Whether these are logits of HET-H with fewer buckets than classes."""
-  is_hashed = isinstance(logits.projection, Hashed)
-  return is_hashed and logits.noise.diag.shape[-1] < logits.location.shape[-1]
+def fewer_buckets(logits: GaussianLogits) -> MaybeArray:
+  """h(k) int32 [Kp] of HET-H with fewer buckets than classes; None of all other logits."""
+  if not isinstance(logits.projection, Hashed):
+    return None
+  is_fewer = logits.noise.diag.shape[-1] < logits.location.shape[-1]
+  return logits.projection.buckets if is_fewer else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,27 +175,31 @@ class BucketSoftmax:
   """log p of HET-H, as a softmax over buckets and the shares of classes in them.
 
   Attributes:
-    tiling: how classes are cut.
-    logits: of HET-H.
-    buckets: h(k), int32 [Kp].
-    softmax: logits over tau of the buckets, and labels among them or None -> `Softmax`.
+    every_class: the location's classes, with their buckets.
+    logits: of HET-H, over tau.
+    samples: logits over tau of the buckets, and labels among them or None -> `Samples`.
   """
 
-  tiling: Tiling
+  every_class: EveryClass
   logits: GaussianLogits
-  buckets: jax.Array
-  softmax: Callable[[GaussianLogits, jax.Array | None], Softmax]
+  samples: Callable[[GaussianLogits, jax.Array | None], Samples]
 
   @classmethod
   def of(
     cls,
     logits: GaussianLogits,
-    buckets: jax.Array,
-    softmax: Callable[[GaussianLogits, jax.Array | None], Softmax],
+    samples: Callable[[GaussianLogits, jax.Array | None], Samples],
     max_bytes: int | None,
   ) -> 'BucketSoftmax':
     """The link of logits that have fewer buckets than classes."""
-    return cls(Tiling.of(logits, NUM_BUCKET_ROWS, max_bytes), logits, buckets, softmax)
+    tiling = Tiling.of(logits, NUM_BUCKET_ROWS, max_bytes)
+    every_class = EveryClass(tiling, classes_of(logits), buckets=fewer_buckets(logits))
+    return cls(every_class, logits, samples)
+
+  @property
+  def tiling(self) -> Tiling:
+    """How classes are cut."""
+    return self.every_class.tiling
 
   def nll(self, labels: jax.Array) -> jax.Array:
     """The mean of -log p over the labels, [B] (`Softmax.nll`)."""
@@ -234,18 +207,16 @@ class BucketSoftmax:
 
   def log_p_at(self, labels: jax.Array) -> jax.Array:
     """log p [B, L] at labels (`Softmax.log_p_at`)."""
-    found = self._sums(labels)
-    log_total = found.log_total
+    found, of_buckets = self.sums(labels)
     inside = (labels >= 0) & (labels < self.logits.num_classes)
-    of_label = self.buckets[jnp.where(inside, labels, 0)]
-    top_at, log_total_at = (
+    of_label = self.every_class.buckets[jnp.where(inside, labels, 0)]
+    top, log_total = (
       jnp.take_along_axis(x, of_label, axis=-1, mode='promise_in_bounds')
-      for x in (found.top, log_total)
+      for x in (found.top, found.log_total)
     )
-    log_share = (found.sums - top_at) - log_total_at
     of_label = jnp.where(inside, of_label, -1)
-    softmax = self.softmax(bucket_logits(self.logits, found), of_label)
-    return log_share + softmax.log_p_at(of_label)
+    log_p = Softmax(self.samples(of_buckets, of_label)).log_p_at(of_label)
+    return (found.sums - top) - log_total + log_p
 
   def log_prob(self) -> jax.Array:
     """log p [B, Kp] (`Softmax.log_prob`)."""
@@ -262,36 +233,27 @@ class BucketSoftmax:
     every_class, softmax = self._parts()
     return softmax.expected_entropy() + every_class.total(_entropy_in_bucket)
 
-  def of_buckets(self) -> GaussianLogits:
-    """The logits over tau of the buckets."""
-    return bucket_logits(self.logits, self._sums(None))
-
-  @property
-  def _every_class(self) -> EveryClass:
-    return EveryClass(self.tiling, classes_of(self.logits), buckets=self.buckets)
-
-  def _sums(self, labels: jax.Array | None) -> Sums:
-    """The sums of exp(mu) in each bucket [B, H], and mu at the labels, 0 outside [0, K)."""
-    terms = functools.partial(_bucket_terms, self.logits.noise.diag.shape[-1])
-    return dataclasses.replace(self._every_class, constants=labels).sums(terms)
+  def sums(self, labels: jax.Array | None = None) -> tuple[Sums, GaussianLogits]:
+    """The sums of exp(mu) in each bucket [B, H], and mu [B, L] at the labels, 0 outside [0, K); and
+    the logits over tau of the buckets, padded to what the mesh divides.
+    """
+    noise = self.logits.noise
+    num_buckets = noise.diag.shape[-1]
+    terms = functools.partial(_bucket_terms, num_buckets)
+    found = dataclasses.replace(self.every_class, constants=labels).sums(terms)
+    location = jnp.maximum(found.top + found.log_total, PADDED)
+    rest = -num_buckets % num_shards('vocab')
+    location, noise = jax.tree.map(
+      lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, rest),)), (location, noise)
+    )
+    return found, GaussianLogits(location, noise, None, self.logits.temperature, num_buckets)
 
   def _parts(self) -> tuple[EveryClass, Softmax]:
     """What the values of a class are made from, and the softmax over buckets."""
-    found = self._sums(None)
-    softmax = self.softmax(bucket_logits(self.logits, found), None)
+    found, of_buckets = self.sums()
+    softmax = Softmax(self.samples(of_buckets, None))
     arrays = found.top, found.log_total, softmax.log_prob()
-    return dataclasses.replace(self._every_class, arrays=arrays), softmax
-
-
-def bucket_logits(logits: GaussianLogits, found: Sums) -> GaussianLogits:
-  """The logits over tau of the buckets [B, H] of HET-H, with H padded to what the mesh divides."""
-  num_buckets = found.top.shape[-1]
-  location = jnp.maximum(found.top + found.log_total, PADDED)
-  rest = -num_buckets % num_shards('vocab')
-  location, noise = jax.tree.map(
-    lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, rest),)), (location, logits.noise)
-  )
-  return GaussianLogits(location, noise, None, logits.temperature, num_classes=num_buckets)
+    return dataclasses.replace(self.every_class, arrays=arrays), softmax
 
 
 def _log_share(tile: Tile) -> jax.Array:
