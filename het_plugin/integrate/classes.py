@@ -259,20 +259,11 @@ def with_last(z: jax.Array, last: float) -> jax.Array:
 
 
 def linear_location(logits: GaussianLogits) -> Linear | None:
-  """phi, W and b of the location, if it is known that it is phi W + b."""
+  """phi, W and b of the location, if they are known; where the noise has the same W, that of it."""
   projection = logits.projection
   is_shared = isinstance(projection, Linear) and projection.phi is not None
-  return projection if is_shared else logits.location_from
-
-
-def _made_location(logits: GaussianLogits) -> Classes | None:
-  """The location alone as phi, W and b, if they are known."""
-  linear = linear_location(logits)
-  if linear is None or linear.phi is None or linear.bias is None:
-    return None
-  # No second W where the noise has the same.
-  own = None if linear is logits.projection else linear.kernel
-  return Classes(phi=linear.phi, location_kernel=own, bias=linear.bias)
+  linear = projection if is_shared else logits.location_from
+  return None if linear is None or linear.phi is None or linear.bias is None else linear
 
 
 def noisy_classes(logits: GaussianLogits, noise: LowRank, in_tiles: bool) -> Classes:
@@ -280,15 +271,19 @@ def noisy_classes(logits: GaussianLogits, noise: LowRank, in_tiles: bool) -> Cla
 
   In tiles, the location is made of phi and W, and never exists as a whole.
   """
-  made = _made_location(logits) if in_tiles else None
-  if isinstance(logits.projection, Linear):
-    kernel = logits.projection.kernel
-    if made is not None:
-      return dataclasses.replace(made, noise=noise, kernel=kernel)
-  else:
-    kernel = None
-    noise = project(noise, logits.projection)
-  return Classes(location=logits.location[:, None], noise=noise, kernel=kernel)
+  projection = logits.projection
+  if not isinstance(projection, Linear):
+    return Classes(location=logits.location[:, None], noise=project(noise, projection))
+  linear = linear_location(logits) if in_tiles else None
+  return dataclasses.replace(_location_of(logits, linear), noise=noise, kernel=projection.kernel)
+
+
+def _location_of(logits: GaussianLogits, linear: Linear | None) -> Classes:
+  """The location as an array, or of phi; without a second W where the noise has the same."""
+  if linear is None:
+    return Classes(location=logits.location[:, None])
+  own = None if linear is logits.projection else linear.kernel
+  return Classes(phi=linear.phi, location_kernel=own, bias=linear.bias)
 
 
 def classes_of(
@@ -301,23 +296,21 @@ def classes_of(
     vectors: noise in the noise space [B, n, Q], as in `Classes`. None for the location.
     kind: as in `Classes`.
   """
-  made = _made_location(logits)
-  kernel = logits.projection.kernel if isinstance(logits.projection, Linear) else None
+  linear = linear_location(logits)
+  location = _location_of(logits, linear)
+  projection: Any = logits.projection
+  if vectors is not None and linear is not projection:  # the location is an array, or W' of eq. 14
+    return dataclasses.replace(location, vectors=vectors, kernel=projection.kernel, kind=kind)
+  if linear is None:
+    return location
+  phi = location.phi[:, None]
   if vectors is None:
-    linear = linear_location(logits)
-    if made is None or made.phi is None or linear is None:
-      return Classes(location=logits.location[:, None])
-    return Classes(bias=made.bias, vectors=made.phi[:, None], kernel=linear.kernel)
-  if made is None or made.phi is None:
-    return Classes(location=logits.location[:, None], vectors=vectors, kernel=kernel, kind=kind)
-  if made.location_kernel is not None:  # W' of eq. 14
-    return dataclasses.replace(made, vectors=vectors, kernel=kernel, kind=kind)
-  phi = made.phi[:, None]  # which the same W projects: one product
-  if kind == 'factors':
-    vectors = jnp.concatenate([vectors, phi], axis=1)
+    vectors = phi
+  elif kind == 'samples':
+    vectors = vectors + phi  # which the same W projects: one product
   else:
-    vectors = vectors + phi
-  return Classes(bias=made.bias, vectors=vectors, kernel=kernel, kind=kind)
+    vectors = jnp.concatenate([vectors, phi], axis=1)
+  return Classes(bias=linear.bias, vectors=vectors, kernel=linear.kernel, kind=kind)
 
 
 # Tiles
@@ -568,12 +561,14 @@ class EveryClass:
     """
 
     def local(self: EveryClass) -> Best:
-      def body(best: Best, tile: Tile) -> Best:
+      def body(best: Best | None, tile: Tile) -> Best:
         return best_so_far(best, tile.masked(value(tile)), tile, k)
 
-      start = self.classes.zeros(k) + 2 * PADDED
-      found = self.fold(body, (start, jnp.zeros_like(start, jnp.int32)))
-      return best_of_shards(self.tiling, *found, k)
+      start = None
+      if self.is_tiled:
+        lowest = self.classes.zeros(k) + 2 * PADDED
+        start = lowest, jnp.zeros_like(lowest, jnp.int32)
+      return best_of_shards(self.tiling, *self.fold(body, start), k)
 
     values, ids = self._run(local, 'b')
     return ids, values
@@ -736,22 +731,6 @@ def _dense(cotangent: Any) -> jax.Array:
 
 
 # The k largest
-
-
-def largest(tiling: Tiling, log_p: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-  """The k largest of log_p [B, Kp] in order: classes int32 [B, k], and values [B, k].
-
-  A sharded `lax.top_k` gathers all classes of all examples on every device; argmax does not.
-  """
-  classes = jnp.arange(log_p.shape[-1])
-  log_p = jnp.where(classes < tiling.num_classes, log_p, PADDED)
-  top = []
-  values = []
-  for _ in range(k):
-    top.append(jnp.argmax(log_p, axis=-1).astype(jnp.int32))
-    values.append(log_p.max(axis=-1))
-    log_p = jnp.where(classes == top[-1][:, None], -jnp.inf, log_p)
-  return jnp.stack(top, axis=-1), jnp.stack(values, axis=-1)
 
 
 Best = tuple[jax.Array, jax.Array]  # the k largest values [B, k], and their class ids

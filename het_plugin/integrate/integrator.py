@@ -16,7 +16,7 @@ from het_plugin.integrate.directions import Draws
 from het_plugin.integrate.gaussian import GaussianLogits, Opaque, checked, masked, over_tau
 from het_plugin.integrate.placement import on_mesh_of_caller
 from het_plugin.integrate.sampled_logits import Samples, Sampling, of_location
-from het_plugin.integrate.sigmoid import ExactSigmoid, SampledSigmoid
+from het_plugin.integrate.sigmoid import ExactSigmoid, SampledSigmoid, binary_entropy
 from het_plugin.integrate.softmax import BucketSoftmax, Softmax, fewer_buckets
 
 METHODS = ('auto', 'exact', 'sample')
@@ -410,6 +410,4 @@ def entropy(u: jax.Array, link: str) -> jax.Array:
   if link == 'softmax':
     log_p = jax.nn.log_softmax(u, axis=-1)
     return -(jnp.exp(log_p) * log_p).sum(-1)
-  log_p = jax.nn.log_sigmoid(u)
-  log_q = jax.nn.log_sigmoid(-u)
-  return -(jnp.exp(log_p) * log_p + jnp.exp(log_q) * log_q).sum(-1)
+  return binary_entropy(u).sum(-1)

@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from het_plugin.integrate.classes import Classes, EveryClass, Tile, Tiling, classes_of, largest
+from het_plugin.integrate.classes import (
+  Classes,
+  EveryClass,
+  Tile,
+  Tiling,
+  classes_of,
+  mean_of_class,
+)
 from het_plugin.integrate.directions import Draws, rotation_to
 from het_plugin.integrate.gaussian import (
   PADDED,
@@ -105,9 +112,9 @@ class Sampled:
 
   def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
     """The k most probable classes int32 [B, k], and log p [B, k]."""
-    if self.tiling.is_whole or self.samples.num_chunks > 1:
-      return largest(self.tiling, self.log_prob(), k)
-    return self.every_class(self.samples.chunk(0)).top_k(self.log_p_of, k)
+    if self.samples.num_chunks == 1:
+      return self.every_class(self.samples.chunk(0)).top_k(self.log_p_of, k)
+    return EveryClass(self.tiling, Classes(self.log_prob()[:, None])).top_k(mean_of_class, k)
 
   def expected_entropy(self) -> jax.Array:
     """The entropy given the noise, averaged over samples, [B]."""

@@ -6,7 +6,7 @@ exponentials relative to it; then
     log p(k) = log mean_s exp(u_sk - log Z_s),    log Z_s = log sum_k exp(u_sk)
 
 A loop over tiles of classes finds both as an online softmax does, with a running maximum
-(`softmax_sums`). A second loop makes the logits again for the gradient
+(`classes.EveryClass`). A second loop makes the logits again for the gradient
 
     dL / du_sk = g_s exp(u_sk - log Z_s) + h_s 1[k = y]
 
@@ -35,7 +35,6 @@ import jax
 import jax.numpy as jnp
 
 from het_plugin.integrate.classes import (
-  Classes,
   EveryClass,
   MaybeArray,
   Sums,
@@ -43,7 +42,6 @@ from het_plugin.integrate.classes import (
   Tile,
   Tiling,
   classes_of,
-  largest,
 )
 from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Hashed
 from het_plugin.integrate.placement import num_shards
@@ -65,7 +63,7 @@ class Softmax(Sampled):
     """log p [B, L] at labels int32 [B, L]; undefined at labels outside [0, K)."""
 
     def of_chunk(chunk: Chunk) -> jax.Array:
-      found = softmax_sums(self.tiling, chunk.classes, chunk.z, labels)
+      found = Sampled.every_class(self, chunk, labels).sums(_terms)
       # u - maximum is exact: log-probabilities near 0 keep their digits.
       log_p = (found.sums - found.top[..., None]) - found.log_total[..., None]  # [B, s, L]
       return log_p if chunk.log_weight is None else log_p + chunk.log_weight[..., None]
@@ -78,7 +76,7 @@ class Softmax(Sampled):
     every_class = super().every_class(chunk, labels)
     if self.tiling.is_whole and self.tiling.placement.vocab is None:
       return every_class
-    found = softmax_sums(self.tiling, chunk.classes, chunk.z, None)
+    found = every_class.sums(_terms)
     return dataclasses.replace(every_class, arrays=(found.top, found.log_total))
 
   def log_p_of(self, tile: Tile) -> jax.Array:
@@ -119,25 +117,9 @@ def _log_p(tile: Tile) -> jax.Array:
 # Sums over classes
 
 
-def softmax_sums(
-  tiling: Tiling, classes: Classes, z: jax.Array | None, labels: jax.Array | None
-) -> Sums:
-  """The sums of exp(u) over all classes for each sample.
-
-  Args:
-    tiling: how classes are cut.
-    classes: what logits are made from.
-    z: normals [B, S, T], or None.
-    labels: int32 [B, L], or None.
-
-  Returns:
-    Maximum and total [B, S]; and as sums u at the labels, 0 for labels outside [0, K), [B, S, L].
-  """
-  return EveryClass(tiling, classes, (z, labels)).sums(_terms)
-
-
 def _terms(tile: Tile) -> Terms:
-  z, labels = tile.constants
+  """Of the sums of exp(u) for each sample, and u [B, s, L] at the labels, 0 outside [0, K)."""
+  z, _, labels = tile.constants
   u = tile.masked(tile.classes.logits(z))
   return Terms(u, None if labels is None else _at_labels(u, labels, tile))
 
@@ -224,8 +206,6 @@ class BucketSoftmax:
 
   def top_k(self, k: int) -> Pair:
     """The k most probable classes (`Softmax.top_k`)."""
-    if self.tiling.is_whole:
-      return largest(self.tiling, self.log_prob(), k)
     return self._parts()[0].top_k(_log_p_of_bucket, k)
 
   def expected_entropy(self) -> jax.Array:
