@@ -12,6 +12,7 @@ that a mesh divides it; the padded classes have no probability.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -199,30 +200,30 @@ def checked(logits: GaussianLogits) -> GaussianLogits:
       f'logits must be the GaussianLogits that a head returns; got {type(logits).__name__}'
     )
   dtype = jnp.promote_types(jnp.result_type(logits.location), jnp.float32)
+  wide = functools.partial(jnp.asarray, dtype=dtype)
   location, covariance, temperature = jax.tree.map(
-    lambda x: jnp.asarray(x, dtype), (logits.location, logits.covariance, logits.temperature)
+    wide, (logits.location, logits.covariance, logits.temperature)
   )
   projection = logits.projection
   if isinstance(projection, Linear):
-    projection = _checked_linear(projection, dtype)
+    projection = _with_phi(projection, wide)
   elif isinstance(projection, Opaque):
-    projection = dataclasses.replace(projection, phi=jnp.asarray(projection.phi, dtype))
+    projection = dataclasses.replace(projection, phi=wide(projection.phi))
   return dataclasses.replace(
     logits,
     location=location,
     covariance=covariance,
     projection=projection,
     temperature=temperature,
-    location_from=_checked_linear(logits.location_from, dtype),
+    location_from=_with_phi(logits.location_from, wide),
   )
 
 
-def _checked_linear(linear: Linear | None, dtype: jnp.dtype) -> Linear | None:
-  if linear is None or linear.phi is None:
+def _with_phi(linear: Linear | None, function: Callable[[jax.Array], jax.Array]) -> Linear | None:
+  """With `function` of phi and of the bias, where both are known: W and the noise stay."""
+  if linear is None or linear.phi is None or linear.bias is None:
     return linear
-  phi = jnp.asarray(linear.phi, dtype)
-  bias = jnp.asarray(linear.bias, dtype)
-  return dataclasses.replace(linear, phi=phi, bias=bias)
+  return dataclasses.replace(linear, phi=function(linear.phi), bias=function(linear.bias))
 
 
 def over_tau(logits: GaussianLogits) -> GaussianLogits:
@@ -231,7 +232,7 @@ def over_tau(logits: GaussianLogits) -> GaussianLogits:
   inverse = 1.0 / tau
   projection = logits.projection
   if isinstance(projection, Linear):
-    projection = _scaled_linear(projection, inverse)
+    projection = _with_phi(projection, lambda x: x * inverse)
   elif isinstance(projection, Opaque):
     get_logits = projection.get_logits
     projection = dataclasses.replace(
@@ -246,15 +247,8 @@ def over_tau(logits: GaussianLogits) -> GaussianLogits:
     covariance=logits.noise.scaled(inverse) if is_noisy else logits.covariance,
     projection=projection,
     temperature=jnp.ones_like(tau),
-    location_from=_scaled_linear(logits.location_from, inverse),
+    location_from=_with_phi(logits.location_from, lambda x: x * inverse),
   )
-
-
-def _scaled_linear(linear: Linear | None, factor: jax.Array) -> Linear | None:
-  """phi and bias times `factor`, where both are known: W and the noise stay."""
-  if linear is None or linear.phi is None or linear.bias is None:
-    return linear
-  return dataclasses.replace(linear, phi=linear.phi * factor, bias=linear.bias * factor)
 
 
 def is_valid(logits: GaussianLogits) -> jax.Array:

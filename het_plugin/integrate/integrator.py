@@ -15,7 +15,7 @@ from het_plugin.integrate.classes import linear_location
 from het_plugin.integrate.directions import Draws
 from het_plugin.integrate.gaussian import GaussianLogits, Opaque, checked, masked, over_tau
 from het_plugin.integrate.placement import on_mesh_of_caller
-from het_plugin.integrate.sampled_logits import Samples, Sampling, of_location
+from het_plugin.integrate.sampled_logits import Sampling
 from het_plugin.integrate.sigmoid import ExactSigmoid, SampledSigmoid, binary_entropy
 from het_plugin.integrate.softmax import BucketSoftmax, Softmax, fewer_buckets
 
@@ -286,21 +286,21 @@ class Integrator:
     logits = over_tau(logits)
     is_sigmoid = logits.link == 'sigmoid'
     if logits.covariance is None and not is_sigmoid:
-      return Softmax(of_location(logits, self.max_bytes))
+      return Softmax.of_location(logits, self.max_bytes)
     if logits.covariance is None or self._is_exact(logits):
       return ExactSigmoid.of(logits, self.max_bytes, self.principal_factors)
     if fewer_buckets(logits) is not None and not is_sigmoid:
       return self._bucket_softmax(logits, keys)
-    samples = self._sampling.samples(logits, keys, labels)
-    return SampledSigmoid(samples) if is_sigmoid else Softmax(samples)
+    link = SampledSigmoid if is_sigmoid else Softmax
+    return self._sampling.samples(link, logits, keys, labels)
 
   def _bucket_softmax(
     self, logits: GaussianLogits, keys: jax.Array | Draws | None
   ) -> BucketSoftmax:
-    def samples(logits: GaussianLogits, labels: jax.Array | None) -> Samples:
-      return self._sampling.samples(logits, keys, labels)
+    def softmax(logits: GaussianLogits, labels: jax.Array | None) -> Softmax:
+      return self._sampling.samples(Softmax, logits, keys, labels)
 
-    return BucketSoftmax.of(logits, samples, self.max_bytes)
+    return BucketSoftmax.of(logits, softmax, self.max_bytes)
 
   @property
   def _sampling(self) -> Sampling:

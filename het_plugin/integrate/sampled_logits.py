@@ -10,6 +10,7 @@ B examples, S samples, s of them in a chunk, K classes, T normals of a sample, Q
 
 import dataclasses
 from collections.abc import Callable
+from typing import Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-  """S samples of logits over tau, in chunks.
+  """S samples of logits over tau, in chunks, and what is a mean over them whatever the link.
 
   Attributes:
     tiling: how classes are cut.
@@ -71,6 +72,11 @@ class Samples:
   num_samples: int
   num_chunks: int
   chunk: Callable[[jax.Array | int], Chunk]
+
+  @classmethod
+  def of_location(cls, logits: GaussianLogits, max_bytes: int | None) -> Self:
+    """The one sample of logits without noise."""
+    return cls(Tiling.of(logits, 1, max_bytes), 1, 1, lambda _: Chunk(classes_of(logits)))
 
   def each(self, function: Callable[[Chunk], jax.Array]) -> jax.Array:
     """function(chunk) of every chunk, stacked; the backward pass draws each chunk again."""
@@ -92,28 +98,14 @@ class Samples:
     rest = jnp.arange(1, self.num_chunks)
     return jax.lax.scan(lambda total, c: (add(total, c), None), first, rest)[0]
 
-
-@dataclasses.dataclass(frozen=True)
-class Sampled:
-  """What is a mean over samples, whatever the link."""
-
-  samples: Samples
-
-  @property
-  def tiling(self) -> Tiling:
-    """How classes are cut."""
-    return self.samples.tiling
-
   def log_prob(self, labels: jax.Array | None = None) -> jax.Array:
     """log p [B, Kp], anything at padded classes; of a sigmoid with labels, log p(y_k)."""
-    return self.samples.log_sum_exp(
-      lambda chunk: self.every_class(chunk, labels).values(self.log_p_of)
-    )
+    return self.log_sum_exp(lambda chunk: self.every_class(chunk, labels).values(self.log_p_of))
 
   def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
     """The k most probable classes int32 [B, k], and log p [B, k]."""
-    if self.samples.num_chunks == 1:
-      return self.every_class(self.samples.chunk(0)).top_k(self.log_p_of, k)
+    if self.num_chunks == 1:
+      return self.every_class(self.chunk(0)).top_k(self.log_p_of, k)
     return EveryClass(self.tiling, Classes(self.log_prob()[:, None])).top_k(mean_of_class, k)
 
   def expected_entropy(self) -> jax.Array:
@@ -122,7 +114,7 @@ class Sampled:
     def of_chunk(chunk: Chunk) -> jax.Array:
       return self.every_class(chunk).total(self.entropies)
 
-    return self.samples.each(of_chunk).sum(axis=0) / self.samples.num_samples
+    return self.each(of_chunk).sum(axis=0) / self.num_samples
 
   def every_class(self, chunk: Chunk, labels: jax.Array | None = None) -> EveryClass:
     """The classes of some samples; constants are their normals and weights, and the labels."""
@@ -137,9 +129,7 @@ class Sampled:
     raise NotImplementedError
 
 
-def of_location(logits: GaussianLogits, max_bytes: int | None) -> Samples:
-  """The one sample of logits without noise."""
-  return Samples(Tiling.of(logits, 1, max_bytes), 1, 1, lambda _: Chunk(classes_of(logits)))
+Link = TypeVar('Link', bound=Samples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,13 +144,15 @@ class Sampling:
 
   def samples(
     self,
+    link: type[Link],
     logits: GaussianLogits,
     keys: jax.Array | Draws | None,
     labels: jax.Array | None = None,
-  ) -> Samples:
+  ) -> Link:
     """Samples of logits with noise.
 
     Args:
+      link: `Softmax` or `SampledSigmoid`.
       logits: over tau, with noise.
       keys: typed PRNG keys [B] or [1], or draws.
       labels: int32 [B, L] if only their probabilities are wanted; samples then follow the label of
@@ -169,11 +161,11 @@ class Sampling:
     tiling = self.tiling(logits)
     is_one_label = labels is not None and labels.shape[-1] == 1
     if not is_one_label or isinstance(keys, Draws) or not self._is_tilted(logits):
-      return self._samples(logits, self.draws(logits, keys), tiling)
+      return self._samples(link, logits, self.draws(logits, keys), tiling)
     keys = checked_keys('Integrator', keys, logits.location.shape[0])
     one_pass = self._tiling_of_one(logits)
     chosen = choose(one_pass, logits, labels[:, 0], keys, self.sampler, self.num_samples)
-    return self._samples(logits, chosen, tiling)
+    return self._samples(link, logits, chosen, tiling)
 
   def draws(self, logits: GaussianLogits, keys: jax.Array | Draws | None) -> Draws:
     """Where samples of all classes' probabilities are taken."""
@@ -221,7 +213,9 @@ class Sampling:
     """How the classes are cut for a pass with one sample: its logits, and their priorities."""
     return Tiling.of(logits, 2, self.max_bytes)
 
-  def _samples(self, logits: GaussianLogits, draws: Draws | Chosen, tiling: Tiling) -> Samples:
+  def _samples(
+    self, link: type[Link], logits: GaussianLogits, draws: Draws | Chosen, tiling: Tiling
+  ) -> Link:
     """Samples that are taken at the draws."""
     num_samples = 2 * draws.num_pairs if isinstance(draws, Chosen) else self.num_samples
     num_chunks = -(-num_samples // _samples_at_once(logits, num_samples, self.max_bytes))
@@ -269,7 +263,7 @@ class Sampling:
         log_weight = jnp.broadcast_to(log_weight, (batch, size)).astype(noise.diag.dtype)
       return Chunk(*classes_at(index), log_weight)
 
-    return Samples(tiling, num_samples, num_chunks, chunk)
+    return link(tiling, num_samples, num_chunks, chunk)
 
 
 def _has_tiles(logits: GaussianLogits) -> bool:

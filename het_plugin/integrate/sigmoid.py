@@ -45,7 +45,7 @@ from het_plugin.integrate.gaussian import (
   apply_projection,
   over_tau,
 )
-from het_plugin.integrate.sampled_logits import Sampled
+from het_plugin.integrate.sampled_logits import Samples
 
 # p_i and s_i, ascending in s_i. Fitted by reweighted least squares on x in [0, 44], and to the
 # second derivative on x in [0, 2.5].
@@ -362,7 +362,7 @@ def marginals(logits: GaussianLogits) -> tuple[jax.Array, jax.Array]:
 # From samples
 
 
-class SampledSigmoid(Sampled):
+class SampledSigmoid(Samples):
   """log p of a sigmoid from samples; methods as those of `ExactSigmoid`.
 
   It keeps an array [B, Kp], since the mean over samples is taken for each class.
@@ -381,16 +381,16 @@ class SampledSigmoid(Sampled):
     return log_p - self.log_prob(no_label)
 
   def log_p_of(self, tile: Tile) -> jax.Array:
-    """As in `Sampled`, of y_k = 1, or of the signs of labels."""
+    """As in `Samples`, of y_k = 1, or of the signs of labels."""
     z, log_weight, labels = tile.constants
     u = tile.classes.logits(z)
     x = u if labels is None else u * sign_of(tile, labels)[:, None].astype(u.dtype)
     if log_weight is not None:  # 0, or far below it where a sample does not count
       x = jnp.where(log_weight[..., None] < 0, 2 * PADDED, x)  # which makes all that follows 0
-    return _log_sum_sigmoid(x) - math.log(self.samples.num_samples)
+    return _log_sum_sigmoid(x) - math.log(self.num_samples)
 
   def entropies(self, tile: Tile) -> jax.Array:
-    """As in `Sampled`."""
+    """As in `Samples`."""
     z, log_weight, _ = tile.constants
     entropies = binary_entropy(tile.classes.logits(z))
     if log_weight is not None:

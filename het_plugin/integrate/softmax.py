@@ -45,14 +45,14 @@ from het_plugin.integrate.classes import (
 )
 from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Hashed
 from het_plugin.integrate.placement import num_shards
-from het_plugin.integrate.sampled_logits import Chunk, Sampled, Samples
+from het_plugin.integrate.sampled_logits import Chunk, Samples
 
 NUM_BUCKET_ROWS = 8  # values per class and example of HET-H's location and its reductions
 
 Pair = tuple[jax.Array, jax.Array]
 
 
-class Softmax(Sampled):
+class Softmax(Samples):
   """log p of a softmax with samples."""
 
   def nll(self, labels: jax.Array) -> jax.Array:
@@ -63,16 +63,16 @@ class Softmax(Sampled):
     """log p [B, L] at labels int32 [B, L]; undefined at labels outside [0, K)."""
 
     def of_chunk(chunk: Chunk) -> jax.Array:
-      found = Sampled.every_class(self, chunk, labels).sums(_terms)
+      found = Samples.every_class(self, chunk, labels).sums(_terms)
       # u - maximum is exact: log-probabilities near 0 keep their digits.
       log_p = (found.sums - found.top[..., None]) - found.log_total[..., None]  # [B, s, L]
       return log_p if chunk.log_weight is None else log_p + chunk.log_weight[..., None]
 
-    of_samples = self.samples.each(of_chunk)  # [C, B, s, L]
-    return jax.nn.logsumexp(of_samples, axis=(0, 2), b=1.0 / self.samples.num_samples)
+    of_samples = self.each(of_chunk)  # [C, B, s, L]
+    return jax.nn.logsumexp(of_samples, axis=(0, 2), b=1.0 / self.num_samples)
 
   def every_class(self, chunk: Chunk, labels: jax.Array | None = None) -> EveryClass:
-    """As in `Sampled`; the arrays are the maximum and log Z, None if a tile has all classes."""
+    """As in `Samples`; the arrays are the maximum and log Z, None if a tile has all classes."""
     every_class = super().every_class(chunk, labels)
     if self.tiling.is_whole and self.tiling.placement.vocab is None:
       return every_class
@@ -80,16 +80,17 @@ class Softmax(Sampled):
     return dataclasses.replace(every_class, arrays=(found.top, found.log_total))
 
   def log_p_of(self, tile: Tile) -> jax.Array:
-    """As in `Sampled`."""
+    """As in `Samples`."""
     log_p = _log_p(tile)
     log_weight = tile.constants[1]
     if log_weight is not None:
       log_p = log_p + log_weight[..., None]
-    num_samples = self.samples.num_samples
-    return log_p[:, 0] if num_samples == 1 else jax.nn.logsumexp(log_p, axis=1, b=1.0 / num_samples)
+    if self.num_samples == 1:
+      return log_p[:, 0]
+    return jax.nn.logsumexp(log_p, axis=1, b=1.0 / self.num_samples)
 
   def entropies(self, tile: Tile) -> jax.Array:
-    """As in `Sampled`."""
+    """As in `Samples`."""
     log_p = _log_p(tile)
     log_weight = tile.constants[1]
     p = jnp.exp(log_p if log_weight is None else log_p + log_weight[..., None])
@@ -159,24 +160,24 @@ class BucketSoftmax:
   Attributes:
     every_class: the location's classes, with their buckets.
     logits: of HET-H, over tau.
-    samples: logits over tau of the buckets, and labels among them or None -> `Samples`.
+    softmax: logits over tau of the buckets, and labels among them or None -> `Softmax`.
   """
 
   every_class: EveryClass
   logits: GaussianLogits
-  samples: Callable[[GaussianLogits, jax.Array | None], Samples]
+  softmax: Callable[[GaussianLogits, jax.Array | None], Softmax]
 
   @classmethod
   def of(
     cls,
     logits: GaussianLogits,
-    samples: Callable[[GaussianLogits, jax.Array | None], Samples],
+    softmax: Callable[[GaussianLogits, jax.Array | None], Softmax],
     max_bytes: int | None,
   ) -> 'BucketSoftmax':
     """The link of logits that have fewer buckets than classes."""
     tiling = Tiling.of(logits, NUM_BUCKET_ROWS, max_bytes)
     every_class = EveryClass(tiling, classes_of(logits), buckets=fewer_buckets(logits))
-    return cls(every_class, logits, samples)
+    return cls(every_class, logits, softmax)
 
   @property
   def tiling(self) -> Tiling:
@@ -197,7 +198,7 @@ class BucketSoftmax:
       for x in (found.top, found.log_total)
     )
     of_label = jnp.where(inside, of_label, -1)
-    log_p = Softmax(self.samples(of_buckets, of_label)).log_p_at(of_label)
+    log_p = self.softmax(of_buckets, of_label).log_p_at(of_label)
     return (found.sums - top) - log_total + log_p
 
   def log_prob(self) -> jax.Array:
@@ -231,7 +232,7 @@ class BucketSoftmax:
   def _parts(self) -> tuple[EveryClass, Softmax]:
     """What the values of a class are made from, and the softmax over buckets."""
     found, of_buckets = self.sums()
-    softmax = Softmax(self.samples(of_buckets, None))
+    softmax = self.softmax(of_buckets, None)
     arrays = found.top, found.log_total, softmax.log_prob()
     return dataclasses.replace(self.every_class, arrays=arrays), softmax
 
