@@ -13,7 +13,7 @@ are functions of their parameters.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -55,7 +55,7 @@ class HeadModule(nnx.Module):
     num_classes: int,
     *,
     rngs: nnx.Rngs,
-    sharding_rules: Mapping[str, str | None] | None = None,
+    sharding_rules: Mapping[str, str | None] | Sequence[tuple[str, str | None]] | None = None,
     **settings: Any,
   ):
     """Creates the parameters.
@@ -64,17 +64,17 @@ class HeadModule(nnx.Module):
       in_features: D, the width of the pre-logits.
       num_classes: K.
       rngs: the stream 'params' gives the initial values.
-      sharding_rules: the mesh axis of each logical axis, as {'vocab': 'model'}: 'embed' (D),
-        'vocab' (K), 'noise' (Q) and 'factors' (R); others are replicated. Needs a mesh
-        (`jax.set_mesh`). None shards nothing.
+      sharding_rules: the mesh axis of each logical axis, as {'vocab': 'model'} or
+        [('vocab', 'model')]: 'embed' (D), 'vocab' (K), 'noise' (Q) and 'factors' (R); others are
+        replicated. Needs a mesh (`jax.set_mesh`). None shards nothing.
       **settings: those of the head of the same name in `het_plugin.heads`.
 
     Raises:
       ValueError: a setting is out of range, or `sharding_rules` names another axis.
       KeyError: `rngs` has no such stream.
     """
-    unknown = {*(sharding_rules or ())} - {'embed', 'vocab', 'noise', 'factors'}
-    if unknown:
+    rules = None if sharding_rules is None else dict(sharding_rules)
+    if unknown := {*(rules or ())} - {'embed', 'vocab', 'noise', 'factors'}:
       raise ValueError(
         f'sharding_rules has {", ".join(sorted(unknown))}: the logical axes are embed, vocab, '
         'noise and factors'
@@ -93,7 +93,7 @@ class HeadModule(nnx.Module):
     axes = traverse_util.flatten_dict(variables.get('params_axes', {}))
     self.paths = tuple(arrays)
     params = {
-      path: nnx.Param(x, **_sharding(axes[(*path[:-1], f'{path[-1]}_axes')].names, sharding_rules))
+      path: nnx.Param(x, **_sharding(axes[(*path[:-1], f'{path[-1]}_axes')].names, rules))
       for path, x in arrays.items()
     }
     for name, value in traverse_util.unflatten_dict(params).items():

@@ -69,7 +69,9 @@ class Model:
     temperature = heads.FixedTemperature(1.0 if self.tau is None else self.tau)
     if self.tau is None:
       low, high = self.tau_range
-      temperature = heads.LearnedTemperature(low, high, 1.0 if low < 1.0 < high else None)
+      temperature = heads.LearnedTemperature(
+        tau_min=low, tau_max=high, initial_tau=1.0 if low < 1.0 < high else None
+      )
     fields: dict[str, Any] = {'link': self.link, **dict(self.noise)}
     if self.head == 'het_h':
       fields['empty_buckets'] = False

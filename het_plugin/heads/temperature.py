@@ -45,7 +45,7 @@ class FixedTemperature(nn.Module):
     return jnp.float32(self.tau)
 
 
-class LearnedTemperature(nn.Module):
+class LearnedTemperature(nn.Module, kw_only=True):
   """tau(t) = (tau_max - tau_min) sigmoid(t) + tau_min with one trainable scalar t (eq. 16).
 
       >>> import jax

@@ -478,6 +478,8 @@ def test_bad_settings_are_one_sentence(head, words):
 
 
 def test_a_temperature_is_a_module():
+  with pytest.raises(TypeError, match='positional'):
+    LearnedTemperature(1.0)  # no initial_tau, which is not its first field
   with pytest.raises(ValueError, match='temperature=0.5 must be a module: FixedTemperature'):
     Det(K, temperature=0.5)
 

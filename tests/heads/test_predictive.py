@@ -365,7 +365,7 @@ def test_nnx_trains_without_new_traces_and_evaluates_with_fixed_noise():
 def test_nnx_parameters_lie_on_the_mesh_that_rules_name():
   mesh = jax.make_mesh((2, 4), ('data', 'model'))
   with jax.set_mesh(mesh):
-    head = nnx_head(HetXL, sharding_rules={'vocab': 'model', 'embed': 'data'}, class_multiple=8)
+    head = nnx_head(HetXL, sharding_rules=[('vocab', 'model'), ('embed', 'data')], class_multiple=8)
     spec = head.kernel.get_value().sharding.spec
     assert tuple(spec) == ('data', 'model')
     assert head.covariance.J.get_value().sharding.is_fully_replicated

@@ -23,7 +23,7 @@ BACKBONE = ViT(
 SHARED = {
   'num_classes': NUM_CLASSES,
   'class_multiple': 8,
-  'temperature': LearnedTemperature(0.5, 1.5),
+  'temperature': LearnedTemperature(tau_min=0.5, tau_max=1.5),
 }
 NOISE = {'num_factors': 2, **SHARED}
 HEADS = {

@@ -126,7 +126,7 @@ def test_heteroscedastic_head_parity(prefix, latent):
   settings = {
     'num_factors': theirs.R,
     'factor_bias': True,
-    'temperature': heads.LearnedTemperature(0.3, 3.0),
+    'temperature': heads.LearnedTemperature(tau_min=0.3, tau_max=3.0),
   }
   head = (heads.HetXL if latent else heads.Het)(theirs.CLASSES, **settings)
   params, report = load(arrays, our_vit(), head)
