@@ -176,8 +176,8 @@ def task_and_split(
   for config in configs:
     task = str(dataset or config.task)
     eval_cfg = config.argument('train_eval_dataset_cfg')
-    info = data.classification_info(task)
     with naming(f'--dataset={task}'):
+      info = data.classification_info(task)
       config.argument('model').validate(info)
     training.class_names.check(f'--dataset={task}', info.class_names, config.class_names)
     chosen.append((task, split or getattr(eval_cfg, 'split', 'validation')))

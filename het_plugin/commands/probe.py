@@ -29,7 +29,7 @@ from het_plugin import estimators, evaluation, measures, reporting, runs
 from het_plugin.cli.settings import Processes, ResultFiles
 from het_plugin.commands._rows import RowsSettings, TextOrArrays, read
 from het_plugin.estimators.settings import GridSettings, part
-from het_plugin.evaluation.names import task_name
+from het_plugin.evaluation.names import naming, task_name
 from het_plugin.measures import votes
 from het_plugin.measures.comparison import EXTREME, extreme_share
 from het_plugin.rows import Reordered, Rows, paired
@@ -75,7 +75,8 @@ def run(settings: Settings) -> reporting.Report:
     settings = dataclasses.replace(settings, mesh=mesh)
   train, test = settings.train, settings.test
   if settings.checkpoint:
-    usual = 'train', runs.run.default_split(task_name(settings.dataset or ''))
+    with naming(f'--dataset={settings.dataset}'):
+      usual = 'train', runs.run.default_split(task_name(settings.dataset or ''))
     train, *others = settings.represented('het_plugin.probe', splits or usual)
     test = others[0] if others else None
   elif train and test:

@@ -28,7 +28,7 @@ import numpy as np
 from het_plugin import data, reporting, runs, system
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import Batches, Gin, JsonFile, OneOf
-from het_plugin.evaluation.names import task_name
+from het_plugin.evaluation.names import naming, task_name
 from het_plugin.rows import files
 from het_plugin.system import run_files
 from het_plugin.system.ranges import Count
@@ -111,7 +111,8 @@ def represent(settings: Settings, program: str = _PROGRAM) -> dict[str, Any]:
   if not settings.layers:
     raise ValueError('--layers= is empty: pre_logits, or others of the backbone')
   task = task_name(settings.dataset or '')
-  info = data.classification_info(task)
+  with naming(f'--dataset={settings.dataset}'):
+    info = data.classification_info(task)
   names = choose_splits(task, info, settings.splits)
   opened = runs.open_run(settings.checkpoint or '', *settings.gin)
   layers = tuple(dict.fromkeys(settings.layers))

@@ -370,12 +370,12 @@ def _prefix(name: str) -> tuple[str, str]:
   if os.path.isdir(name):
     return 'image_folder', name
   raise ValueError(
-    f'mixture_or_task_name is {name!r}; it must be one of {list(names())}, npz:PATH or a path that '
-    'ends in .npz, features:PATH, image_folder:PATH or the path of an existing folder, '
-    'parquet:PATH, webdataset:PATTERN, tfrecord:PATH, array_record:PATH, tfds:NAME or the name of '
-    'a TensorFlow Datasets data set; or, with captions, npz_captions:PATH, '
-    'image_folder_captions:PATH, parquet_captions:PATH, '
-    'webdataset_captions:PATTERN or tfds_captions:NAME.'
+    f'mixture_or_task_name is {name!r}; it must be one of {", ".join(names())}, npz:PATH '
+    'or a path that ends in .npz, features:PATH, image_folder:PATH or the path of an existing '
+    'folder, parquet:PATH, webdataset:PATTERN, tfrecord:PATH, array_record:PATH, tfds:NAME or the '
+    'name of a TensorFlow Datasets data set; or, with captions, npz_captions:PATH, '
+    'image_folder_captions:PATH, parquet_captions:PATH, webdataset_captions:PATTERN or '
+    'tfds_captions:NAME.'
   )
 
 

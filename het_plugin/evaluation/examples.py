@@ -10,7 +10,7 @@ import numpy as np
 
 from het_plugin import data
 from het_plugin.data import annotations, preprocess, splits, tasks
-from het_plugin.evaluation.names import task_name
+from het_plugin.evaluation.names import naming, task_name
 from het_plugin.rows import Rows
 
 SIDE = 192  # pixels of the longer side of an image, at most
@@ -44,8 +44,9 @@ class Examples:
     Raises:
       ValueError: the task or the split does not exist, or the images have captions.
     """
-    task = tasks.get_task(task_name(dataset))
-    info = data.classification_info(task)
+    with naming(f'--dataset={dataset}'):
+      task = tasks.get_task(task_name(dataset))
+      info = data.classification_info(task)
     return cls(task, info, split, splits.resolve(split, info.splits, task.name).split)
 
   @property

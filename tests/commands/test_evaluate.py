@@ -267,6 +267,7 @@ def test_data_that_do_not_fit(run_main, digits_run, tmp_path):
   config.write_text(config.read_text().replace("EVAL_SPLIT = 'test'", "EVAL_SPLIT = 'test[:90%]'"))
   cases = {
     ('--dataset=glyphs_core',): 'HetXL.num_classes=10 ',
+    ('--dataset=birds',): "--dataset=birds: mixture_or_task_name is 'birds'",
     (f'--checkpoint={other}',): 'digits, split test[:90%]',
     ('--split=validation',): "split='validation' is not a split of digits",
     ('--split=test', '--ood_dataset=glyphs_core', '--ood_split=train'): (

@@ -313,7 +313,7 @@ def test_processes_read_the_same_batches(photos):
 
 
 BAD_CONFIGS = {
-  "mixture_or_task_name is 'glyph_core'; .*'digits', 'glyph_names', .*'glyphs_core', ": {
+  "mixture_or_task_name is 'glyph_core'; .*digits, glyph_names, .*glyphs_core, ": {
     'mixture_or_task_name': 'glyph_core'
   },
   "task_feature_lengths is .*'text': 8}; .*{'image': H, 'label': L}": {
