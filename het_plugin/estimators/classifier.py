@@ -34,8 +34,8 @@ _LEAST_CALIBRATED = 10  # rows that fit a scaling without a warning
 class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
   """Base of the estimators, with the parameters of all of them, see `DetClassifier`.
 
-  In all methods X is any float [N, D], or a file of features (`inputs.open_features`), and y labels
-  as `fit` takes them. Wrong ones are a ValueError. Before `fit` the other methods raise
+  In all methods X is any float [N, D], a file of features or `Rows` (`inputs.open_features`), and y
+  labels as `fit` takes them. Wrong ones are a ValueError. Before `fit` the other methods raise
   `sklearn.exceptions.NotFittedError`. A subclass names its head and the head's fields that it
   exposes.
   """
@@ -217,11 +217,11 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
       return (clean > 0.5).astype(int)
     return self.classes_[clean.argmax(axis=1)]
 
-  def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+  def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
     """Accuracy as in scikit-learn; for votes and probabilities the mean share of the prediction.
 
     Args:
-      y: labels as in `fit`.
+      y: labels as in `fit`; None takes those of the file.
       sample_weight: [N]; None is 1 for each.
     """
     features, y = self._opened(X, y)

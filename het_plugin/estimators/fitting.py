@@ -138,7 +138,7 @@ class Problem:
     """The fit of `start`, which must be DET's to the same rows, labels and weights."""
     check_is_fitted(start)
     det = model.deterministic
-    same = start.model_ == det and start.C == self.settings.C
+    same = getattr(start, 'model_', None) == det and start.C == self.settings.C
     if not same or not np.array_equal(start.mean_, self.mean):
       raise ValueError(
         'start must be a DetClassifier fitted to the same rows and weights with the same C, tau '

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -35,15 +35,15 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
 
   Args:
     x: an array; the name of a file (`rows.read`), whose features stay on
-      disk where its format allows that; or an open `safetensors.safe_open`.
+      disk where its format allows that; `Rows`; or an open `safetensors.safe_open`.
     y: labels; None takes those of the file, the `Rows` themselves if they have weights.
 
   Raises:
     ValueError: the file is missing or damaged, has no features, or is open and has weights of its
-      labels.
+      labels; or x is a mapping.
   """
-  if isinstance(x, str | os.PathLike):
-    read = files.read(str(x), mapped=True)
+  if isinstance(x, str | os.PathLike | Rows):
+    read = x if isinstance(x, Rows) else files.read(str(x), mapped=True)
     labels = read.labels[:, 0] if read.labels.shape[1] == 1 else read.labels
     if read.by_name:
       labels = np.array([*(read.class_names or ()), ''], object)[labels]
@@ -57,6 +57,8 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
       raise ValueError('the open file has label_weight: give its path, which reads weights too')
     labels = files.one_of(arrays, files.LABEL_NAMES)[1] if y is None else y
     return features, labels
+  if isinstance(x, Mapping) and not hasattr(x, 'shape'):  # of np.load; sparse ones have a shape
+    raise ValueError(f'X has several arrays, {", ".join(x)}: give the features, or a path')
   return x, y
 
 
@@ -318,6 +320,8 @@ def check_squares(num_rows: int, distances: np.ndarray) -> None:
 
 def labels_of_rows(num_rows: int, y: Any) -> np.ndarray:
   """y as an array; raises ValueError if it is not one label or list of labels per row."""
+  if y is None:
+    raise ValueError('y is None, but there must be labels')
   if isinstance(y, Rows):
     y = votes.shares(y.labels, y.num_classes, y.label_weight).view(Shares)
   if hasattr(y, 'toarray'):

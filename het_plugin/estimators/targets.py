@@ -169,6 +169,8 @@ def encode(
     )
   if kind == 'classes':
     y = column_or_1d(y, warn=True)
+    if y.dtype.kind == 'O' and any(_is_none(x) for x in y):
+      raise ValueError('y must be all numbers or all strings, none missing')
     try:
       check_classification_targets(y)
     except TypeError as error:  # it cannot sort them

@@ -33,6 +33,9 @@ def on_first_use(package: str) -> tuple[Callable[[str], Any], list[str]]:
     except ModuleNotFoundError as error:
       if error.name != f'{package}.{name}':
         raise
-    raise AttributeError(f'module {package!r} has no attribute {name!r}')
+    message = f'module {package!r} has no attribute {name!r}'
+    raise AttributeError(message, name=name, obj=sys.modules[package])
 
+  # Completion, and Python's "did you mean", see the names before their first use.
+  vars(sys.modules[package])['__dir__'] = lambda: sorted({*vars(sys.modules[package]), *module_of})
   return found, [*module_of]

@@ -416,7 +416,8 @@ def test_wrong_settings_of_the_noise_are_one_sentence(setting):
 
 def test_the_start_is_a_fit_to_the_same_rows():
   x, y = problem(N)
-  for start in (DetClassifier(0.5).fit(x, y), DetClassifier().fit(x[1:], y[1:])):
+  others = DetClassifier(0.5).fit(x, y), DetClassifier().fit(x[1:], y[1:])
+  for start in (*others, LogisticRegression().fit(x, y)):
     with pytest.raises(ValueError, match='start must be a DetClassifier fitted to the same rows'):
       HetClassifier(**SMALL).fit(x, y, start=start)
   with pytest.raises(ValueError, match='start has the objective .* fitted to the same labels'):
@@ -431,7 +432,9 @@ def test_wrong_labels_are_one_sentence():
     DetClassifier().fit(x, y).nll(x, np.where(y == 0, 9, y))
   with pytest.raises(ValueError, match=r'y has shape \(7,\); it must be \[100\]'):
     DetClassifier().fit(x, y).calibrate(x, y[:7])
-  for wrong in (np.array(['a', None] * 50), ['a', np.nan] * 50):  # of pandas, and a list
+  with pytest.raises(ValueError, match='y is None, but there must be labels'):
+    DetClassifier().fit(x, y).score(x)
+  for wrong in (np.array([None, 'a'] * 50), ['a', np.nan] * 50):  # of pandas, and a list
     with pytest.raises(ValueError, match='y must be all numbers or all strings, none missing'):
       DetClassifier().fit(x, wrong)
   with pytest.raises(ValueError, match='y must be all numbers or all strings, none missing'):

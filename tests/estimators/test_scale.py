@@ -24,7 +24,7 @@ from het_plugin.estimators import (
   whitening,
 )
 from het_plugin.estimators.model import Model
-from het_plugin.rows import Rows, write
+from het_plugin.rows import Rows, read, write
 from het_plugin.system import stopping
 
 NOISY = {'C': 1.0, 'C_noise': 0.1, 'num_factors': 2, 'num_samples': 2}
@@ -278,7 +278,9 @@ def test_features_in_files_and_of_two_bytes(data, tmp_path):
   expected = DetClassifier().fit(x.astype(np.float32), y).predict_log_proba(x)
   from_file = DetClassifier().fit(path)
   np.testing.assert_array_equal(from_file.predict_log_proba(path), expected)
-  assert from_file.score(path, y) == (expected.argmax(axis=1) == y).mean()
+  assert from_file.score(path) == (expected.argmax(axis=1) == y).mean()
+  of_file = read(path)
+  np.testing.assert_array_equal(DetClassifier().fit(of_file).predict_log_proba(of_file), expected)
   with safetensors.safe_open(path, framework='flax') as handle:
     np.testing.assert_array_equal(DetClassifier().fit(handle).predict_log_proba(x), expected)
   weighted = str(tmp_path / 'weighted.safetensors')
@@ -315,6 +317,8 @@ def test_wrong_rows_are_one_sentence(data, solver, tmp_path):
     det.fit(x, np.full(60, 3))
   with pytest.raises(ValueError, match='does not exist'):
     det.fit(str(tmp_path / 'none.npz'))
+  with pytest.raises(ValueError, match='X has several arrays, x, y: give the features, or a path'):
+    det.fit({'x': x, 'y': y})
   x[7, 2] = np.nan
   with pytest.raises(ValueError, match='Input X contains NaN or infinity.* in row 7'):
     det.fit(mapped(x, tmp_path), y)

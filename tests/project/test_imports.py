@@ -251,7 +251,8 @@ def test_flags_of_commands_and_the_state_of_a_run_need_no_heavy_package():
 def test_names_of_the_package_are_those_of_its_rooms():
   for name in set(het_plugin.__all__) - {'__version__'}:
     assert getattr(het_plugin, name).__module__.startswith('het_plugin.'), name
-  assert set(het_plugin.__all__) <= set(dir(het_plugin))
+  for package in (het_plugin, reporting):
+    assert set(package.__all__) <= set(dir(package))
   assert {'HetXL', '__version__'} <= set(het_plugin.__all__) and 'Table' in reporting.__all__
   with pytest.raises(AttributeError, match="no attribute 'HetXXL'"):
     het_plugin.HetXXL  # noqa: B018
