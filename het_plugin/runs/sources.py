@@ -16,6 +16,7 @@ A text is one of these, and :SPLIT may follow it:
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -103,11 +104,27 @@ class _File:
   text: str
 
   def rows(self, split: str | None = None, columns: Sequence[str] = ('features',)) -> Rows:
-    return files.read(self.file(split), columns[0], mapped=True)
+    file = self.file(split)
+    found = files.read(file, columns[0], mapped=True)
+    _warn_of_splits(file)
+    return found
 
   def file(self, split: str | None) -> str:
     del split  # the text has it
     return self.text
+
+
+@functools.cache  # once a file
+def _warn_of_splits(text: str) -> None:
+  """Warns if a text names a whole file whose rows are of several splits."""
+  path, split = files.partition_source(text)
+  of_rows = files.split_of_rows(path) if split is None and os.path.exists(path) else None
+  names = [] if of_rows is None else np.unique(of_rows).tolist()
+  if len(names) > 1:
+    logging.getLogger(__name__).warning(
+      'All rows of %s are taken, of the splits %s: %s:%s has those of one.',
+      *(text, ', '.join(names), text, names[-1]),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,6 +55,17 @@ def test_a_task_is_a_source_of_pixels(run_main):
   assert 'digits' in run_main(fewshot, '--train=digits', '--test=digits', *shots)
 
 
+def test_a_whole_file_of_several_splits_warns(tmp_path, caplog):
+  file = tmp_path / 'a.npz'
+  np.savez(file, x=np.ones((2, 3), np.float32), y=[0, 1], split=['train', 'test'])
+  assert len(open_source(f'{file}:test').rows()) == 1 and not caplog.messages
+  for _ in range(2):
+    assert len(open_source(str(file)).rows()) == 2
+  assert caplog.messages == [
+    f'All rows of {file} are taken, of the splits test, train: {file}:train has those of one.'
+  ]
+
+
 def test_a_folder_of_represent_is_a_source(tmp_path, run_main):
   x = np.eye(6, 3, dtype=np.float16)
   for split, label in {'train': 0, 'validation': 1}.items():
