@@ -47,6 +47,7 @@ class ImageFolderSource:
     found = {folder.name for folder in folders}
     # A class may be called 'train', as in CIFAR-100: no folder holds folders then.
     if 'train' in found and (found <= _SPLITS or any(map(_folders, folders))):
+      _warn_of_strays(root)
       files = {folder.name: _class_files(folder) for folder in folders}
     else:
       files = _split_by_class(_class_files(root))
@@ -272,6 +273,7 @@ def _class_files(root: pathlib.Path) -> dict[str, list[pathlib.Path]]:
   files = {folder: [] for folder in _folders(root)}
   if not files:
     raise ValueError(f'{root} holds no class folders; it must hold one folder of images per class.')
+  _warn_of_strays(root)
   for path in image_files([path for folder in files for path in folder.iterdir()]):
     files[path.parent].append(path)
   for folder, paths in files.items():
@@ -295,6 +297,15 @@ def image_files(paths: Sequence[pathlib.Path]) -> list[pathlib.Path]:
       min(others),
     )
   return sorted(path for path in named if not path.name.startswith('.'))
+
+
+def _warn_of_strays(root: pathlib.Path) -> None:
+  """Warns of images beside the folders that should hold them."""
+  strays = [path for path in root.iterdir() if path.suffix.lower() in SUFFIXES and path.is_file()]
+  if strays:
+    _log.warning(
+      '%d images are in no class folder and are left out, such as %s.', len(strays), min(strays)
+    )
 
 
 def _split_by_class(files: dict[str, list[pathlib.Path]]) -> dict[str, dict]:

@@ -35,6 +35,16 @@ def test_a_class_may_be_called_train(tmp_path, image_files):
     ImageFolderSource(str(tmp_path))
 
 
+def test_images_beside_the_folders_of_classes_are_named(tmp_path, image_files, caplog):
+  for folder in ('train/ant', 'test/ant', 'train', '.'):
+    image_files.write(tmp_path / folder, 1)
+  assert ImageFolderSource(str(tmp_path)).info.splits == {'train': 1, 'test': 1}
+  assert caplog.messages == [
+    f'1 images are in no class folder and are left out, such as {tmp_path / folder}/000.png.'
+    for folder in ('.', 'train')
+  ]
+
+
 def test_class_folders_are_split_once_and_for_all(tmp_path, image_files):
   for name, count in (('a', 20), ('b', 2), ('c', 1)):
     image_files.write(tmp_path / name, count)
