@@ -36,7 +36,6 @@ from het_plugin.integrate.placement import (
   Placement,
   budget,
   bytes_per_device,
-  dims,
   num_shards,
 )
 
@@ -107,14 +106,13 @@ class Classes:
       'vectors': 'bnq',
       'kernel': 'qk',
     }
-    given = {
-      name: dims(of_name) for name, of_name in letters.items() if getattr(self, name) is not None
-    }
-    if self.noise is not None:
+    letters = {name: x for name, x in letters.items() if getattr(self, name) is not None}
+    noise = self.noise
+    if noise is not None:
       q = 'k' if self.kernel is None else 'q'
-      scale, loading = (None, 'br' + q) if self.noise.scale is None else ('b' + q, 'r' + q)
-      given['noise'] = LowRank(dims(scale), dims(loading), dims('b' + q), self.noise.remainder)
-    return Classes(kind=self.kind, dtype=self.dtype, **given)
+      scale, loading = (None, 'br' + q) if noise.scale is None else ('b' + q, 'r' + q)
+      noise = dataclasses.replace(noise, scale=scale, loading=loading, diag='b' + q)
+    return dataclasses.replace(self, noise=noise, **letters)
 
   def columns(self, start: jax.Array, size: int) -> 'Classes':
     """The same of `size` classes from `start` on."""
@@ -143,7 +141,7 @@ class Classes:
       if mu is None:
         mu = rows[:, -1:]
         # With 0 for the row of phi: a slice of the factors would be one more array.
-        z = with_last(z, 0.0)
+        z = jnp.concatenate([z, jnp.zeros_like(z[..., :1])], axis=-1)
       # mu is added, not multiplied by a 1, since some devices round the operands of products.
       rows = jnp.einsum('bst,btk->bsk', z, rows) + _repeated(mu[:, 0], z.shape[1])  # [B, S, t]
     elif mu is not None:
@@ -248,11 +246,6 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
 def _columns_at(kernel: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """Columns [B, C, Q] of a kernel [Q, t] at classes [B, C]."""
   return jnp.moveaxis(kernel[:, index], 0, -1).astype(dtype)
-
-
-def with_last(z: jax.Array, last: float) -> jax.Array:
-  """z [B, S, T] with `last` as one more column."""
-  return jnp.concatenate([z, jnp.full_like(z[..., :1], last)], axis=-1)
 
 
 # Classes of logits
@@ -585,7 +578,7 @@ class EveryClass:
 
   def _run(self, local: Callable[['EveryClass'], Any], outputs: Any) -> Any:
     """`local` of each device's part."""
-    letters = EveryClass(self.tiling, self.classes.letters(), 'b', 'b', dims('k'))
+    letters = EveryClass(self.tiling, self.classes.letters(), 'b', 'b', 'k')
     return self.tiling.placement.shard_map(local, (letters,), outputs)(self)
 
 

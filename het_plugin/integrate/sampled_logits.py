@@ -24,15 +24,15 @@ from het_plugin.integrate.classes import (
   Tiling,
   classes_of,
   mean_of_class,
+  noisy_classes,
 )
 from het_plugin.integrate.directions import Draws, rotation_to
 from het_plugin.integrate.gaussian import (
   PADDED,
   GaussianLogits,
-  Hashed,
   Linear,
   Opaque,
-  project,
+  apply_projection,
 )
 from het_plugin.integrate.placement import budget, bytes_per_device
 from het_plugin.integrate.proposal import Chosen, choose, directions
@@ -244,12 +244,11 @@ class Sampling:
         if projects_factors(logits, num_samples):
           return classes_of(logits, noise.factors(), 'factors'), normals(index)
         return classes_of(logits, noise.noise(normals(index))), None
-      location = logits.location[:, None]
+      z = normals(index)
       if _has_tiles(logits):
-        return Classes(location=location, noise=project(noise, projection)), normals(index)
-      eps = noise.noise(normals(index))  # [B, s, Q]
-      eps = eps[..., projection.buckets] if isinstance(projection, Hashed) else eps
-      return Classes(location=location + eps), None
+        return noisy_classes(logits, noise, False), z
+      eps = apply_projection(projection, noise.noise(z))  # [B, s, K]
+      return Classes(location=logits.location[:, None] + eps), None
 
     def chunk(c: jax.Array | int) -> Chunk:
       index = c * size + np.arange(
