@@ -84,12 +84,6 @@ class Classes:
     columns = self.location if self.kernel is None else self.kernel
     return columns.shape[-1]
 
-  @property
-  def num_samples(self) -> int:
-    """S of logits and vectors that are of samples."""
-    rows = self.location if self.vectors is None else self.vectors
-    return 1 if rows is None else rows.shape[1]
-
   def zeros(self, *shape: int) -> jax.Array:
     """Zeros [B, ...], float32 or wider; they vary along the axes of a `jax.shard_map` as u does."""
     like = next(x for x in (self.vectors, self.location, self.phi) if x is not None)

@@ -158,14 +158,13 @@ class Sampling:
       labels: int32 [B, L] if only their probabilities are wanted; samples then follow the label of
         an example with one (`proposal`).
     """
-    tiling = self.tiling(logits)
     is_one_label = labels is not None and labels.shape[-1] == 1
     if not is_one_label or isinstance(keys, Draws) or not self._is_tilted(logits):
-      return self._samples(link, logits, self.draws(logits, keys), tiling)
+      return self._samples(link, logits, self.draws(logits, keys))
     keys = checked_keys('Integrator', keys, logits.location.shape[0])
     one_pass = self._tiling_of_one(logits)
     chosen = choose(one_pass, logits, labels[:, 0], keys, self.sampler, self.num_samples)
-    return self._samples(link, logits, chosen, tiling)
+    return self._samples(link, logits, chosen)
 
   def draws(self, logits: GaussianLogits, keys: jax.Array | Draws | None) -> Draws:
     """Where samples of all classes' probabilities are taken."""
@@ -213,9 +212,7 @@ class Sampling:
     """How the classes are cut for a pass with one sample: its logits, and their priorities."""
     return Tiling.of(logits, 2, self.max_bytes)
 
-  def _samples(
-    self, link: type[Link], logits: GaussianLogits, draws: Draws | Chosen, tiling: Tiling
-  ) -> Link:
+  def _samples(self, link: type[Link], logits: GaussianLogits, draws: Draws | Chosen) -> Link:
     """Samples that are taken at the draws."""
     num_samples = 2 * draws.num_pairs if isinstance(draws, Chosen) else self.num_samples
     num_chunks = -(-num_samples // _samples_at_once(logits, num_samples, self.max_bytes))
@@ -251,9 +248,7 @@ class Sampling:
       return Classes(location=logits.location[:, None] + eps), None
 
     def chunk(c: jax.Array | int) -> Chunk:
-      index = c * size + np.arange(
-        size, dtype=np.int32
-      )  # a constant where all samples are one chunk
+      index = c * size + np.arange(size, dtype=np.int32)  # a constant of the only chunk
       log_weight = draws.log_weight(index)
       if num_samples % size:
         log_weight = jnp.zeros(size) if log_weight is None else log_weight
@@ -262,7 +257,7 @@ class Sampling:
         log_weight = jnp.broadcast_to(log_weight, (batch, size)).astype(noise.diag.dtype)
       return Chunk(*classes_at(index), log_weight)
 
-    return link(tiling, num_samples, num_chunks, chunk)
+    return link(self.tiling(logits), num_samples, num_chunks, chunk)
 
 
 def _has_tiles(logits: GaussianLogits) -> bool:

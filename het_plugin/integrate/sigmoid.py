@@ -228,16 +228,12 @@ class ExactSigmoid:
   """log p of a sigmoid by the marginals of the logits; without noise, their variance is 0.
 
   Attributes:
-    tiling: how classes are cut.
-    classes: of the location, with factors of HET-XL or the noise of HET.
-    spread: variances [B, Q] of independent noise of HET-XL's dimensions, or of HET-H's buckets.
-    buckets: of HET-H, [Kp].
+    every_class: the location's classes, with factors of HET-XL, the noise of HET or the buckets of
+      HET-H. The arrays are variances [B, Q] of independent noise of HET-XL's dimensions or of
+      HET-H's buckets, or None.
   """
 
-  tiling: Tiling
-  classes: Classes
-  spread: jax.Array | None = None
-  buckets: jax.Array | None = None
+  every_class: EveryClass
 
   @classmethod
   def of(
@@ -252,45 +248,51 @@ class ExactSigmoid:
     without a projection, B H and an indexing with a hash, and (R + 1) Q Kp multiply-adds per
     example with a linear projection.
     """
-    if logits.covariance is None:
-      return cls(Tiling.of(logits, 2, max_bytes), classes_of(logits))
-    noise = logits.noise
-    match logits.projection:
-      case Linear():
-        noise = noise if principal_factors is None else reduced(noise, principal_factors)
-        tiling = Tiling.of(logits, noise.num_factors + NUM_VALUES, max_bytes)
-        spread = jnp.square(noise.diag) if noise.remainder == 'diag' else None
-        return cls(tiling, classes_of(logits, noise.factors(), 'factors'), spread)
-      case Hashed(buckets):
-        tiling = Tiling.of(logits, NUM_VALUES, max_bytes)
-        return cls(tiling, classes_of(logits), noise.variances(), buckets)
-    num_values = NUM_VALUES + (noise.num_factors if noise.scale is None else 0)
+    noise = logits.covariance
+    spread = buckets = None
+    if noise is None:
+      num_values = 2
+      classes = classes_of(logits)
+    elif isinstance(logits.projection, Linear):
+      noise = noise if principal_factors is None else reduced(noise, principal_factors)
+      num_values = NUM_VALUES + noise.num_factors
+      classes = classes_of(logits, noise.factors(), 'factors')
+      spread = jnp.square(noise.diag) if noise.remainder == 'diag' else None
+    elif isinstance(logits.projection, Hashed):
+      num_values = NUM_VALUES
+      classes = classes_of(logits)
+      spread = noise.variances()
+      buckets = logits.projection.buckets
+    else:
+      num_values = NUM_VALUES + (noise.num_factors if noise.scale is None else 0)
+      classes = Classes(location=logits.location[:, None], noise=noise)
     tiling = Tiling.of(logits, num_values, max_bytes)
-    return cls(tiling, Classes(location=logits.location[:, None], noise=noise))
+    return cls(EveryClass(tiling, classes, arrays=spread, buckets=buckets))
+
+  @property
+  def tiling(self) -> Tiling:
+    """How classes are cut."""
+    return self.every_class.tiling
 
   def nll(self, labels: jax.Array) -> jax.Array:
     """The sum over classes of -log p(y_k), [B], with y_k = 1 for the labels int32 [B, L]."""
-    return -dataclasses.replace(self._every_class, constants=labels).total(_log_p)
+    return -dataclasses.replace(self.every_class, constants=labels).total(_log_p)
 
   def log_prob(self) -> jax.Array:
     """log p(y_k = 1) [B, Kp]."""
-    return self._every_class.values(_log_p)
+    return self.every_class.values(_log_p)
 
   def log_odds(self) -> jax.Array:
     """log p(y_k = 1) - log p(y_k = 0) [B, Kp]."""
-    return self._every_class.values(_log_odds_of_class)
+    return self.every_class.values(_log_odds_of_class)
 
   def expected_entropy(self) -> jax.Array:
     """The entropy given the noise, summed over classes, [B]."""
-    return self._every_class.total(_entropy)
+    return self.every_class.total(_entropy)
 
   def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
     """The k classes int32 [B, k] with the largest log p(y_k = 1), and that [B, k]."""
-    return self._every_class.top_k(_log_p, k)
-
-  @property
-  def _every_class(self) -> EveryClass:
-    return EveryClass(self.tiling, self.classes, arrays=self.spread, buckets=self.buckets)
+    return self.every_class.top_k(_log_p, k)
 
 
 def _marginals(tile: Tile) -> tuple[jax.Array, MaybeArray]:
@@ -349,10 +351,9 @@ def marginals(logits: GaussianLogits) -> tuple[jax.Array, jax.Array]:
 
   No opaque projection has them.
   """
-  exact = ExactSigmoid.of(over_tau(logits))
-  whole = dataclasses.replace(exact.tiling, tile=logits.location.shape[-1])
-
-  every_class = dataclasses.replace(exact, tiling=whole)._every_class
+  every_class = ExactSigmoid.of(over_tau(logits)).every_class
+  whole = dataclasses.replace(every_class.tiling, tile=logits.location.shape[-1])
+  every_class = dataclasses.replace(every_class, tiling=whole)
   mean = every_class.values(lambda tile: _marginals(tile)[0])
   if logits.covariance is None:
     return mean, jnp.zeros_like(mean)
