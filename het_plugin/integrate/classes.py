@@ -65,7 +65,7 @@ class Classes:
       'factors': what normals are multiplied with, and phi as the last row if it is contained.
     kernel: W [Q, t] that maps the noise space to the classes, or W' of eq. 14.
     kind: that of the vectors.
-    dtype: of products with W; None is that of W.
+    dtype: of the operands of products with W, also for the gradient; None is that of W.
   """
 
   location: MaybeArray = None
@@ -155,30 +155,10 @@ class Classes:
     is_alone = self.location is None and self.phi is None
     return self.vectors is not None and is_alone and self.kind == 'samples'
 
-  def pull(self, g: jax.Array) -> 'Classes':
-    """The gradient of what is a product, from that of u [B, S, t].
-
-    Both products are in the dtype of the first one, and the sums in float32 or wider.
-    """
-    vectors = self.vectors.reshape(-1, self.vectors.shape[-1])
-    g = g.reshape(-1, g.shape[-1])
-    dtype = self.kernel.dtype if self.dtype is None else self.dtype
-    product = functools.partial(jnp.einsum, preferred_element_type=g.dtype)
-    narrow = g.astype(dtype)
-    of_vectors = product('nk,qk->nq', narrow, self.kernel.astype(dtype))
-    of_kernel = product('nq,nk->qk', vectors.astype(dtype), narrow)
-    # A product, because XLA's sum over examples took ten times as long on a CPU.
-    ones = jnp.ones_like(g[:, 0])
-    return dataclasses.replace(
-      self,
-      vectors=of_vectors.reshape(self.vectors.shape),
-      kernel=of_kernel.astype(self.kernel.dtype),
-      bias=None if self.bias is None else jnp.einsum('n,nk->k', ones, g, precision=HIGHEST),
-    )
-
   def _bias_of(self, rows: jax.Array) -> jax.Array:
     """The bias of rows [B, S, t]."""
-    # An outer product, whose transpose is a product too, as in `pull`.
+    # An outer product, whose transpose is a product too: XLA's sum over examples took ten times as
+    # long on a CPU.
     batch, count, _ = rows.shape
     ones = jnp.ones((batch * count,), rows.dtype)
     return jnp.einsum('n,k->nk', ones, self.bias, precision=HIGHEST).reshape(rows.shape)
@@ -220,9 +200,32 @@ class Classes:
 
 def _products(x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
   """x [B, n, Q] times W [Q, t], [B, n, t]; as a product of two matrices, which avoids copies."""
-  kernel = kernel if dtype is None else kernel.astype(dtype)
-  flat = apply_projection(Linear(kernel), x.reshape(-1, x.shape[-1]))
+  flat = x.reshape(-1, x.shape[-1])
+  flat = apply_projection(Linear(kernel), flat) if dtype is None else _product(flat, kernel, dtype)
   return flat.reshape(*x.shape[:2], kernel.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
+  """x [n, Q] times W [Q, t] in a dtype, summed in that of x; and so is the gradient, whose sums JAX
+  would round to the dtype.
+  """
+  return apply_projection(Linear(kernel.astype(dtype)), x)
+
+
+def _product_fwd(x: jax.Array, kernel: jax.Array, dtype: Any) -> tuple[jax.Array, tuple]:
+  return _product(x, kernel, dtype), (x, kernel)
+
+
+def _product_bwd(dtype: Any, residuals: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+  x, kernel = residuals
+  narrow = g.astype(dtype)
+  product = functools.partial(jnp.einsum, preferred_element_type=g.dtype)
+  of_kernel = product('nq,nk->qk', x.astype(dtype), narrow)
+  return product('nk,qk->nq', narrow, kernel.astype(dtype)), of_kernel.astype(kernel.dtype)
+
+
+_product.defvjp(_product_fwd, _product_bwd)
 
 
 def _repeated(x: jax.Array, count: int) -> jax.Array:
@@ -673,7 +676,7 @@ def _sums_bwd(terms: TermsOf, residuals: tuple[Any, ...], g: Sums) -> tuple[Ever
       g_tile = dataclasses.replace(g, each=jnp.where(tile.counts, g_tile, 0.0))
     new, new_arrays = jax.vjp(of, own, tile.arrays)[1](g_tile)
     if classes.is_product:
-      new = tile.classes.pull(new.location)
+      (new,) = jax.vjp(lambda classes: classes.logits(), tile.classes)[1](new.location)
 
     def add(letters: str, total: jax.Array, new: jax.Array) -> jax.Array:
       if not letters.endswith('k'):

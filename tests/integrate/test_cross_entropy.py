@@ -151,6 +151,10 @@ def test_products_in_bfloat16(kinds, rtol):
   assert loss.dtype == jnp.float32
   assert [x.dtype for x in gradient] == [x.dtype for x in args]
   assert_close((loss, gradient), expected('several'), rtol)
+  if kinds[1] == 'float32':  # sums are not rounded to bfloat16, in tiles and in one
+    for tile in (7, K):
+      _, of_kernel, _ = value_and_gradient(CASES['several'], args, tile=tile)[1]
+      assert (of_kernel != of_kernel.astype(jnp.bfloat16)).any()
 
 
 def placed(mesh, of_phi, of_kernel, of_bias):
