@@ -151,7 +151,7 @@ class Classes:
 
   @property
   def is_product(self) -> bool:
-    """Whether u is W times the vectors, and a bias: B S rows of a linear classifier."""
+    """Whether u is W times the vectors, and the bias: B S rows of a linear classifier."""
     is_alone = self.location is None and self.phi is None
     return self.vectors is not None and is_alone and self.kind == 'samples'
 
@@ -662,9 +662,10 @@ def _sums_bwd(terms: TermsOf, residuals: tuple[Any, ...], g: Sums) -> tuple[Ever
   def body(carry: tuple[Classes, Any], tile: Tile) -> tuple[Classes, Any]:
     of_classes, of_arrays = carry
     own = tile.classes
-    if classes.is_product:
-      u = own.logits() if kept is None else _logits_again(own, of_classes.kernel, tile.start)
-      own = Classes(location=u)
+    pull = None
+    if kept is not None:
+      pull = jax.vjp(lambda classes: classes.logits(), own)[1]
+      own = Classes(location=_logits_again(own, of_classes.kernel, tile.start))
 
     def of(classes: Classes, arrays: Any) -> Sums:
       new = terms(dataclasses.replace(tile, classes=classes, arrays=arrays))
@@ -675,8 +676,8 @@ def _sums_bwd(terms: TermsOf, residuals: tuple[Any, ...], g: Sums) -> tuple[Ever
       g_tile = jax.lax.dynamic_slice_in_dim(g.each, tile.start, tile.ids.size, 1)
       g_tile = dataclasses.replace(g, each=jnp.where(tile.counts, g_tile, 0.0))
     new, new_arrays = jax.vjp(of, own, tile.arrays)[1](g_tile)
-    if classes.is_product:
-      (new,) = jax.vjp(lambda classes: classes.logits(), tile.classes)[1](new.location)
+    if pull is not None:
+      (new,) = pull(new.location)
 
     def add(letters: str, total: jax.Array, new: jax.Array) -> jax.Array:
       if not letters.endswith('k'):
