@@ -126,6 +126,7 @@ def from_files(settings: Settings) -> comparison.Results:
   names = settings.names
   train = settings.train
   of_runs = {}
+  classes = {}  # of each data set, in the order of the first run
   chosen = choose_names(names, train, distinct=False)
   for name, *pair in zip(chosen, train, settings.test, strict=True):
     halves = runs.sources.read_pair(pair)
@@ -137,7 +138,8 @@ def from_files(settings: Settings) -> comparison.Results:
         f'--train={pair[0]}: run {run!r} has the data set {dataset!r} twice: tell them apart with '
         '--names=RUN:DATASET,...'
       )
-    datasets[dataset] = tuple(map(_split, pair, halves))
+    order = classes.setdefault(dataset, halves[0].class_names)
+    datasets[dataset] = tuple(map(_split, pair, [half.in_order(order) for half in halves]))
     first = next(iter(of_runs.values())).get(dataset, datasets[dataset])[1]
     test_rows = datasets[dataset][1]
     if not all(np.array_equal(getattr(first, x), getattr(test_rows, x)) for x in ('index', 'y')):

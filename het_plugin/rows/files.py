@@ -7,9 +7,9 @@ het_plugin writes .safetensors or .npz files with the columns of the rows (`Rows
     label_weight  float32 [N, L], shares of the labels, if they are not equal
     annotator     int32 [N, L], who gave each vote, if it is known
 
-and a description: class names (`class_name`, [K] strings), provenance (JSON), link, and checksums
-of the arrays. In an .npz file these are arrays too; a .safetensors file has them as JSON in its
-metadata, under 'het_plugin'.
+and a description: class names (`class_name`, [K] strings), `by_name`, provenance (JSON), link, and
+checksums of the arrays. In an .npz file these are arrays too; a .safetensors file has them as JSON
+in its metadata, under 'het_plugin'.
 
 Files made elsewhere need features or predictions, and labels. They may use other names for them
 (`FEATURE_NAMES`, `LABEL_NAMES`). Predictions are exactly one of `log_prob`, `prob` and `logits`

@@ -93,7 +93,9 @@ def test_labels_of_files_may_be_names(files, run_main, tmp_path):
     )
     stated = {'class_name': [f'digit {k}' for k in range(10)]}
     np.savez(tmp_path / f'stated_{i}.npz', x=loaded['x'][some], y=y, **stated)
-    rows.write(tmp_path / f'written_{i}.npz', rows.read(f'{tmp_path}/names_{i}.npz'))
+    written = rows.read(f'{tmp_path}/names_{i}.npz')
+    rows.write(tmp_path / f'written_{i}.npz', written)
+    rows.write(tmp_path / f'turned_{i}.npz', written.named((written.class_names or ())[::-1]))
   for command, flags in ((fewshot, ['--shots=5']), (select, ['rank', '--k=3', '--shots=5'])):
     found = []
     for kind in ('numbers', 'names', 'written'):
@@ -108,6 +110,14 @@ def test_labels_of_files_may_be_names(files, run_main, tmp_path):
   run_main(select, 'knn', *candidates, f'--json={tmp_path}/out.json')
   by_names, by_numbers = json.loads((tmp_path / 'out.json').read_text())['rows']
   assert by_names['accuracy'] == by_numbers['accuracy']
+  files = [
+    f'--{x}={tmp_path}/{kind}_{i}.npz'
+    for kind in ('names', 'turned')
+    for i, x in enumerate(('train', 'test'))
+  ]
+  run_main(fewshot, '--shots=5', *files, '--names=a,b', f'--json={tmp_path}/out.json')
+  one, other = json.loads((tmp_path / 'out.json').read_text())['rows']
+  assert one['accuracies'] == other['accuracies']
   estimator = DetClassifier(max_iter=2).fit(f'{tmp_path}/names_0.npz')
   assert list(estimator.classes_) == [f'digit {k}' for k in range(10)]
   assert 0.5 < estimator.score(f'{tmp_path}/names_1.npz', None) <= 1
