@@ -82,7 +82,8 @@ class Examples:
         f'the rows have the example id {rows.index.max()}; ids of {of} are 0 .. {size - 1}'
       )
     if rows.by_name and info.class_names:
-      rows = rows.named(info.class_names)
+      with naming(f'the labels of the rows and the classes of {of}'):
+        rows = rows.named(info.class_names)
     names = rows.class_names or info.class_names
     if info.class_names not in (None, names):
       raise ValueError(f'the class names of the rows are not those of {self.task.name}')
