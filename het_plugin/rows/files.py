@@ -303,18 +303,19 @@ def _read_csv(path: str) -> dict[str, np.ndarray]:
   if not len(table):
     raise ValueError('it has no rows')
   arrays = {}
-  features = []
+  features = {}
   for name in names:
     column = _as_rows(name, table[name].combine_chunks(), 0)
     if name in (*labels, 'index', 'split'):
       arrays[name] = column
     elif column.dtype.kind in 'biuf':
-      features.append(column)
+      features[name] = column
     else:
       raise ValueError(f'column {name} has {column[0]!r}: features are numbers; leave it out')
   if not features:
     raise ValueError('it has no columns of features')
-  return {**arrays, 'features': np.stack(features, axis=1, dtype=np.float64)}
+  arrays['feature_name'] = np.array([*features])
+  return {**arrays, 'features': np.stack([*features.values()], axis=1, dtype=np.float64)}
 
 
 def _open_csv(path: str) -> Any:
@@ -467,6 +468,8 @@ def _description(path: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
       about = json.loads((file.metadata() or {}).get(_METADATA, '{}'))
   elif path.endswith('.parquet'):
     about = _description_of_hub(_open_parquet(path).schema_arrow.metadata or {})
+  elif 'feature_name' in arrays:
+    about = {'provenance': {'feature_names': arrays['feature_name'].tolist()}}
   else:
     about = {}  # a .npy file has arrays only
   about = {'class_names': None, 'provenance': {}} | about

@@ -158,7 +158,8 @@ class Rows:
   @property
   def meaning(self) -> dict[str, Any]:
     """What rows of one model must have in common; None for what they do not say."""
-    of_model = {name: self.provenance.get(name) for name in ('checkpoint', 'layer')}
+    names = 'checkpoint', 'layer', 'feature_names'
+    of_model = {name: self.provenance.get(name) for name in names}
     dim = self.features.shape[1] if 'features' in self.columns else None
     return {'D': dim, **of_model, 'by_name': self.by_name, 'classes': self.class_names}
 
@@ -307,6 +308,14 @@ def paired(sources: Sequence[str], first: Mapping[str, Any], other: Rows) -> Row
         f'{sources[1]} has {name} {theirs} and {sources[0]} {name} {ours}: both must be of the '
         'same model and layer'
       )
+  names = first['feature_names'], theirs_of['feature_names']
+  if None not in names:
+    for number, (ours, theirs) in enumerate(zip(*names, strict=False)):
+      if ours != theirs:
+        raise ValueError(
+          f'feature {number} is {theirs!r} in {sources[1]} and {ours!r} in {sources[0]}: both must '
+          'have the same columns in the same order'
+        )
   if classes in (None, other.class_names) or other.class_names is None:
     return other
   known = set(other.class_names)

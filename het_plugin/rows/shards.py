@@ -141,6 +141,7 @@ def join(parts: Sequence[Rows], files: Sequence[str], mapped: bool) -> Rows:
       ('columns', _columns(first), _columns(part)),
       ('classes', first.class_names, part.class_names),
       ('link', first.link, part.link),
+      ('feature names', *(x.provenance.get('feature_names') for x in (first, part))),
     ):
       if ours != theirs:
         raise ValueError(

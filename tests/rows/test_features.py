@@ -386,6 +386,12 @@ def test_columns_of_csv_are_features(tmp_path):
   assert read.class_names == ('cat', 'dog') and read.by_name
   assert (read.label.tolist(), read.index.tolist()) == ([1, 0], [7, 5])
   assert rows.read(f'{path}:train').index.tolist() == [5]
+  (tmp_path / 'b.csv').write_text('b,label,a,index\n1,dog,2.5,8\n')
+  other = rows.read(str(tmp_path / 'b.csv'))
+  with pytest.raises(ValueError, match="feature 0 is 'b' in y and 'a' in x: both must have the"):
+    rows.paired(('x', 'y'), read.meaning, other)
+  with pytest.raises(ValueError, match=r"b.csv has feature names \['b', 'a'\] and .*\['a', 'b'\]"):
+    rows.read(str(tmp_path / '[ab].*csv'))
   task = tasks.get_task(f'features:{path}')
   assert dict(task.info.splits) == {'test': 1, 'train': 1}
   parquet_path = write_parquet(tmp_path / 'a.parquet', x=[[1.0], [2.0]], y=[0, 1], split=['a', 'b'])
