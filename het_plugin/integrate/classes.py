@@ -391,8 +391,9 @@ class Tile:
   arrays: Any = None
 
   def masked(self, u: jax.Array) -> jax.Array:
-    """u [..., t] with `PADDED` where classes do not count."""
-    return jnp.where(self.counts, u, PADDED)
+    """u [..., t] with about `PADDED` where classes do not count."""
+    # A sum, since XLA would compute the gradient of u once more for each use of a selection of it.
+    return u + jnp.where(self.counts, 0.0, PADDED)
 
   def is_label(self, labels: jax.Array) -> jax.Array:
     """bool [B, L, t], which class is which label int32 [B, L]."""
@@ -646,8 +647,9 @@ def _sums_fwd(terms: TermsOf, primal: Any) -> tuple[Sums, tuple[Any, ...]]:
   classes = every_class.classes
   kept = None
   if classes.is_product and primal.classes.kernel.perturbed:
-    is_static = isinstance(classes.vectors.shape[0], int)
-    if is_static and classes.kernel.dtype == classes.zeros().dtype:
+    batch = classes.vectors.shape[0]
+    is_many = isinstance(batch, int) and 4 * _num_kept(classes) >= batch  # fewer do not pay
+    if is_many and classes.kernel.dtype == classes.zeros().dtype:
       kept = jnp.zeros_like(classes.kernel)
   found, kept = _sums(terms, every_class, kept)
   return found, (every_class, found.top, kept)
