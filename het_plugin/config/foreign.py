@@ -30,7 +30,8 @@ def check(text: str, file: str) -> None:
   Modules that this process has already imported are allowed, because no code runs again.
 
   Raises:
-    ValueError: it names something else or includes a file, or is not valid gin.
+    ValueError: it names something else or includes a file, is of another program, or is not valid
+      gin.
   """
   from het_plugin.data import tasks  # takes time to import
 
@@ -41,6 +42,11 @@ def check(text: str, file: str) -> None:
     raise ValueError(f'{file} is not valid gin: {error}') from error
   imported = [x.module for x in found if isinstance(x, config_parser.ImportStatement)]
   is_dynamic = _DYNAMIC in imported
+  if is_dynamic and '__main__' in imported:
+    raise ValueError(
+      f'{file} binds functions of the program that wrote it (import __main__), such as those of '
+      "t5x.train: evaluate the run there; with gin/t5x/train.gin, t5x's runs open here"
+    )
   if is_dynamic and not given:
     packages = dict.fromkeys(x.split('.')[0] for x in imported if x != _DYNAMIC)
     raise ValueError(

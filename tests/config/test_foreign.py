@@ -111,6 +111,13 @@ def test_dynamic_registration_is_for_given_packages(kind, parsed_flags):
       foreign.check(text, 'config.gin')
 
 
+def test_a_configuration_of_t5x_is_told_from_ours(parsed_flags):
+  text = DYNAMIC + 'import __main__ as train_script\ntrain_script.train.model = %MODEL\n'
+  with parsed_flags(predict, '--allow_imports=__main__'):
+    with pytest.raises(ValueError, match='import __main__.* with gin/t5x/train.gin'):
+      foreign.check(text, 'config.gin')
+
+
 @pytest.mark.parametrize('given', [[], ['--allow_imports=optax']])
 @pytest.mark.parametrize('call', [WRITE, PARSE], ids=['write', 'parse'])
 @pytest.mark.parametrize('main', [predict, export], ids=['predict', 'export'])
