@@ -6,8 +6,8 @@ Each row is the mean loss and its gradient by the head's parameters and phi. `de
 of all logits; `softmax, S = 4` is `Integrator(4).nll` of HET-XL, `sigmoid` the exact one, and
 `independent` takes independent samples that follow no label, as the paper does. All are compiled,
 and timed in turns in this process; cpu_seconds are the least of the repeats. compile_seconds are
-CPU time of lowering and compiling, instructions the lines of the compiled program, and temp_bytes
-what XLA says of it beyond its arguments and results.
+CPU time of lowering and compiling, instructions those of the compiled program, also inside of
+fusions, and temp_bytes what XLA says of it beyond its arguments and results.
 
 --topology=v5e:2x2 adds `cycles`, which libtpu estimates for one core of such a slice. It has no
 estimate for sorts and gathers.
@@ -72,7 +72,7 @@ def compare(args, size):
       cpu_seconds=seconds[name],
       ratio=seconds[name] / seconds['det'],
       compile_seconds=compile_seconds[name],
-      instructions=step.as_text().count('\n'),
+      instructions=step.as_text().count(' = '),
       temp_bytes=step.memory_analysis().temp_size_in_bytes,
       **row,
     )
