@@ -59,11 +59,11 @@ def rotated(z: jax.Array, rotation: Rotation | None) -> jax.Array:
   return z - jnp.einsum('bsm,bmt->bst', along, right, precision=HIGHEST)
 
 
-def leading_rows(rotation: Rotation, count: int) -> jax.Array:
-  """The first rows of M, [B, count, T]."""
+def turned_to(rotation: Rotation, x: jax.Array) -> jax.Array:
+  """M x of x [B, T, n]: what the normals before the rotation are multiplied with."""
   left, right = rotation
-  along = jnp.einsum('bmn,bnt->bmt', left[:, :count], right, precision=HIGHEST)
-  return jnp.eye(count, right.shape[-1], dtype=right.dtype) - along
+  along = jnp.einsum('bmt,btn->bmn', right, x, precision=HIGHEST)
+  return x - jnp.einsum('btm,bmn->btn', left, along, precision=HIGHEST)
 
 
 def principal_directions(location: jax.Array, factors: jax.Array) -> jax.Array:
@@ -124,7 +124,7 @@ def rotation_to(rows: jax.Array) -> Rotation:
 
 def orthonormal(rows: jax.Array) -> jax.Array:
   """Orthonormal rows [B, m, T], m <= T, that span the rows given; also where those span less."""
-  return leading_rows(rotation_to(rows), rows.shape[1])
+  return rotated(jnp.eye(*rows.shape[1:], dtype=rows.dtype)[None], rotation_to(rows))
 
 
 # Fewer factors

@@ -4,36 +4,29 @@ The loss of one label needs p(y) = E[f(z)], f(z) = softmax(u(z))_y, z ~ N(0, I).
 part of f(z) is the sum of exponentials over all K classes. So few classes stand for all (`Few`):
 their f_C(z) is near f(z), and costs C exponentials in place of K.
 
-  1. C classes are found, with weights. At a guess z1 of the posterior's mode, p_k is the softmax.
-     A class counts as m_k = p_k exp(s_k^2 / 2) with s_k^2 the variance of its noise, or as
-     m_k = p_k where W projects the noise and s_k^2 would cost a product more. The C classes with
-     the largest m_k / h_k are taken, where h_k in (0, 1) is a fixed sequence. Each has the weight
-     max(m_k, t) / m_k, with t the largest m_k / h_k that is left out. So the probable ones are
-     taken surely, and the rest stands for all other classes (priority sampling: Duffield, Lund and
-     Thorup 2007). The sum and the p-weighted mean of the noise of the rest are set to those of all
-     other classes.
-  2. A Gaussian q is fitted to the posterior f_C(z) N(z; 0, I): the closest one in
-     KL(q | posterior), by a few fixed-point steps (Opper and Archambeau 2009). It differs from
-     N(0, I) in m dimensions only, which the noise of the classes of highest priority spans. Only a
-     `SHARE` of its precision is used, because its tails are lighter than the posterior's.
-  3. N points of q in pairs z_n+ and z_n-, mirrored at its mean, have the weights
-     w_n = f_C(z_n) N(z_n; 0, I) / (N q(z_n)), whose sum is p_C.
+  1. C classes are found, with weights. A class counts as m_k = p_k exp(s_k^2 / 2) at a point z1
+     where the label is more probable, with s_k^2 the variance of its noise; or as m_k = p_k where W
+     projects the noise and s_k^2 would cost a product more. The C classes with the largest
+     m_k / h_k are taken, where h_k in (0, 1) is a fixed sequence. Each has the weight
+     max(m_k, t) / m_k, with t the smallest m_k / h_k. So the probable ones are taken surely, and
+     the rest stands for all other classes (priority sampling: Duffield, Lund and Thorup 2007).
+  2. q = N(m, I) is fitted to the posterior f_C(z) N(z; 0, I): the closest one in KL(q | posterior).
+     It is as wide as the noise, so that its tails are not lighter than the posterior's.
+  3. N points of q in pairs z_n+ and z_n-, mirrored at m, have the weights
+     w_n = f_C(z_n) N(z_n; 0, I) / (N q(z_n)), whose sum is p_C. Sobol's points fill their leading
+     coordinates best, so these are turned to the principal directions of the noise at m.
   4. S / 2 pairs are chosen with the probabilities (w_n+ + w_n-) / p_C. With f / f_C the mean over
      the pair, weighted by w,
 
        p(y) ~ p_C / (S / 2) sum_s f / f_C
 
-     is unbiased whatever the few classes and q are, since a chosen pair has the mean
+     is unbiased whatever the few classes and m are, since a chosen pair has the mean
      1 / p_C sum_n w_n f(z_n) / f_C(z_n). Its variance is that of f / f_C where the posterior is.
-     What is odd in z - mean cancels, most of all in the gradient.
+     What is odd in z - m cancels, most of all in the gradient.
 
 What is chosen has no gradient: the gradient of the loss is that of the mean over the posterior.
 
-A quarter of the points comes from N(mean, I), which is as wide as the noise, so that no point has a
-large weight (a defensive mixture, Hesterberg 1995). Where the noise is many times tau, the softmax
-is near a step, and no Gaussian is near its posterior.
-
-B examples, K classes, C of them, T = R + 1 normals, m dimensions of the fit. A remainder 'diag' has
+B examples, K classes, C of them, T = R + 1 normals. A remainder 'diag' has
 Q normals in place of one: the fit takes the one along the direction that moves the label, and the
 samples draw the rest.
 """
@@ -46,39 +39,28 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from het_plugin.integrate.classes import (
-  Classes,
-  Tile,
-  Tiling,
-  best_of_shards,
-  best_so_far,
-  fold,
-  noisy_classes,
-)
+from het_plugin.integrate.classes import Classes, EveryClass, Tile, Tiling, noisy_classes
 from het_plugin.integrate.directions import (
-  Rotation,
-  leading_rows,
+  HIGHEST,
   principal_directions,
   rotated,
   rotation_to,
+  turned_to,
 )
 from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Hashed, Linear, LowRank
-from het_plugin.integrate.placement import dims
 from het_plugin.integrate.samplers import Index, Sampler
 
 NUM_CLASSES = 126  # C; with the label and the threshold a TPU's registers are full
-MIN_POINTS = 64  # N, and at least `POINTS_PER_SAMPLE` S
-POINTS_PER_SAMPLE = 4
-NUM_FIT_STEPS = 3
-NUM_FIT_POINTS = 16
-RECALL = 0.8  # of the classes of highest priority; nearly 1 of the first ones (Chern et al. 2022)
-NUM_CELLS = 64  # of the interval of a, in each refinement of it
-NUM_REFINEMENTS = 2
-NUM_FITTED = 16  # m, dimensions of the fit
-SHARE = 0.5
-WIDE_SHARE = 0.25  # of the points
+STEP = 0.25  # where the few classes are chosen, in factors of the label
+MIN_POINTS = 256  # N, and at least `POINTS_PER_SAMPLE` S
+POINTS_PER_SAMPLE = 8
+NUM_FIT_STEPS = 8
+NUM_FIT_PAIRS = 8
+PAIRS_AT_ONCE = 16
 MAX_STEP = 2.0  # of the mean of q, in standard deviations of the noise
-SMALL_TAIL = 1e-3  # below this share of all classes, the mean of those left out is rounding
+MAX_NOISE = 4.0  # that the fit sees, of a class relative to the label, over tau
+MAX_LOG = 60.0  # exponentials of it, and sums of them, are normal numbers
+TINY = 1e-30
 GOLDEN = (
   0.6180339887498949  # h_k = frac(k GOLDEN) fills (0, 1) evenly, whichever classes are probable
 )
@@ -86,126 +68,65 @@ GOLDEN = (
 
 @struct.dataclass
 class Few:
-  """Few classes that stand for all: f_C(z) = softmax(location + z factors) at the first one.
+  """Few classes that stand for all: f_C(z) = 1 / sum_c exp(location_c + z factors_c).
 
   Attributes:
-    location: [B, C + 2], with the logarithm of the weights; the first one is the label, the others
-      have descending priorities, and the last one does not count.
-    factors: [B, T, C + 2].
+    location: [B, C], relative to that of the label, with the logarithm of the weights. The first
+      one is the label itself, if there is one; `PADDED` where there is no class.
+    factors: [B, T, C], relative to those of the label.
   """
 
   location: jax.Array
   factors: jax.Array
 
-  def log_p(self, z: jax.Array) -> jax.Array:
-    """log f_C [B, s] of normals z [B, s, T]."""
-    # Relative to the label, because with a slice of all logits XLA took three times as long.
-    factors = self.factors - self.factors[..., :1]
-    location = self.location - self.location[:, :1]
-    u = location[:, None] + jnp.einsum('bst,btc->bsc', z, factors)
-    return -jax.nn.logsumexp(u, axis=-1)
+  def at(self, z: jax.Array) -> jax.Array:
+    """The logits [B, C] at z [B, T]."""
+    return self.location + jnp.einsum('bt,btc->bc', z, self.factors)
+
+  def growth(self, x: jax.Array) -> jax.Array:
+    """exp(x factors) [B, n, C] of differences x [B, n, T].
+
+    Those of -x are its inverse, so a pair takes one exponential. The bound makes f_C another
+    function where the noise is far more than tau.
+    """
+    return jnp.exp(jnp.clip(jnp.einsum('bnt,btc->bnc', x, self.factors), -MAX_LOG, MAX_LOG))
 
 
 def few_classes(tiling: Tiling, classes: Classes, label: jax.Array | None) -> Few:
-  """The few classes for labels int32 [B]; without labels at the location, and the first is none."""
-  batch = classes.low_rank.diag.shape[0]
-  zero = jnp.zeros_like(classes.low_rank.diag, shape=(batch, classes.low_rank.num_normals))
-  if label is None:
-    of_label = jnp.full_like(zero[:, :1], PADDED), zero[..., None]
-    label = jnp.full(batch, -1)
-    z = zero
-  else:
-    of_label = classes.at(label[:, None])
-    z = _mode(tiling, classes, of_label)
-  largest, chosen, log_total, mean = _pass_at(tiling, classes, z, label)
-
-  # Weights of the classes. One whose m_k is at least t is taken surely.
-  threshold = largest.min(axis=-1, keepdims=True)
-  # The last one is left out by a mask: for a slice of a `top_k`, XLA sorts all classes on a CPU.
-  is_real = (largest > PADDED / 2) & (np.arange(largest.shape[-1]) < largest.shape[-1] - 1)
-  location, factors = classes.at(chosen)
-  u = location + jnp.einsum('bt,btc->bc', z, factors)
-  # log p_k of a class with m_k = t
-  if classes.kernel is None:
-    threshold = threshold - _gain(jnp.square(factors).sum(axis=1))
-  is_sure = (u >= threshold) & is_real
-  p_sure = jnp.where(is_sure, jnp.exp(u - log_total), 0.0)
-  p_other = jnp.where(is_real & ~is_sure, jnp.exp(threshold - log_total), 0.0)
-  share = 1.0 - p_sure.sum(axis=-1, keepdims=True)  # of all other classes
-  sampled = p_other.sum(axis=-1, keepdims=True)
-  is_large = (share > SMALL_TAIL) & (sampled > 0)
-  share = jnp.where(is_large, share, 1.0)
-  sampled = jnp.where(is_large, sampled, 1.0)
-  rest = mean - jnp.einsum('bc,btc->bt', p_sure, factors)
-  shift = rest / share - jnp.einsum('bc,btc->bt', p_other, factors) / sampled
-  shift = jnp.where(is_large, shift, 0.0)  # [B, T]
-  weight = jnp.log(share / sampled) + threshold - u - jnp.einsum('bt,bt->b', z, shift)[:, None]
-  weight = jnp.where(is_sure, 0.0, weight)
-  shift = jnp.where(is_sure[:, None], 0.0, shift[..., None])
-
-  location = jnp.where(is_real, location + weight, PADDED)
-  factors = jnp.where(is_real[:, None], factors + shift, 0.0)
-  return Few(
-    jnp.concatenate([of_label[0], location], axis=-1),
-    jnp.concatenate([of_label[1], factors], axis=-1),
+  """The few classes for labels int32 [B]; without labels those at the location."""
+  noise = classes.low_rank
+  z = jnp.zeros_like(noise.diag, shape=(noise.diag.shape[0], noise.num_normals))
+  if label is not None:
+    mu, factors_of_label = classes.at(label[:, None])
+    z = STEP * factors_of_label[..., 0]
+  every_class = EveryClass(tiling, classes, (z, label))
+  chosen, priority = every_class.top_k(
+    _priority, min(NUM_CLASSES + 1, tiling.num_classes), is_rough=True
   )
+  location, factors = classes.at(chosen)  # [B, C], [B, T, C]
+  is_real = priority > PADDED / 2
+  if chosen.shape[-1] > NUM_CLASSES:
+    # For a slice of a `top_k`, XLA sorts all classes on a CPU.
+    is_real &= np.arange(NUM_CLASSES + 1) < NUM_CLASSES
+    log_size = location + jnp.einsum('bt,btc->bc', z, factors)
+    if classes.kernel is None:
+      log_size += _gain(jnp.square(factors).sum(axis=1))
+    location += jnp.maximum(priority.min(axis=-1, keepdims=True) - log_size, 0.0)
+  if label is not None:
+    location = jnp.concatenate([mu, location], axis=-1) - mu
+    factors = jnp.concatenate([factors_of_label, factors], axis=-1) - factors_of_label
+    is_real = jnp.pad(is_real, ((0, 0), (1, 0)), constant_values=True)
+  return Few(jnp.where(is_real, location, PADDED), jnp.where(is_real[:, None], factors, 0.0))
 
 
-def _pass_at(
-  tiling: Tiling, classes: Classes, z: jax.Array, label: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """A pass over all classes but the label, with logits at z [B, T].
-
-  Returns:
-    The C + 1 largest priorities log(m_k / h_k) + log_total and their classes [B, C + 1]; the
-    log-sum-exp of the logits, [B, 1]; and the p-weighted mean of the factors, [B, T].
-  """
-  count = min(NUM_CLASSES, tiling.num_classes) + 1
-
-  def local(classes, z, label):
-    is_one_tile = count <= classes.num_classes <= tiling.tile
-
-    def body(carry, tile: Tile):
-      best, top, total, mean = carry
-      counts = tile.counts & (tile.ids != label[:, None])
-      u = jnp.where(counts, tile.classes.logits(z[:, None])[:, 0], PADDED)
-      high = jnp.maximum(top, u.max(axis=-1, keepdims=True))
-      e = jnp.exp(u - high)
-      shrink = jnp.exp(top - high)
-      total = total * shrink + e.sum(axis=-1, keepdims=True)
-      own = tile.classes
-      in_tile = _pull(own.low_rank, e) if own.kernel is None else own.sum_of(e)
-      mean = mean * shrink + in_tile
-      rate = (tile.ids + 1).astype(u.dtype) * GOLDEN % 1.0 + 1e-6
-      priority = u - jnp.log(rate)
-      if own.kernel is None:
-        priority += jnp.where(counts, _gain(own.low_rank.variances()), 0.0)
-      best = best_so_far(best, priority, tile, count, RECALL)
-      return best, high, total, mean
-
-    like = jnp.zeros_like(z[:, :1])
-    nothing = (
-      jnp.full_like(like, 2 * PADDED, shape=(z.shape[0], count)),
-      jnp.zeros_like(like, jnp.int32, shape=(z.shape[0], count)),
-    )
-    start = (
-      None if is_one_tile else nothing,
-      jnp.full_like(like, 2 * PADDED),
-      like,
-      jnp.zeros_like(z if classes.kernel is None else classes.low_rank.diag),
-    )
-    best, top, total, mean = fold(tiling, classes, body, start)
-    top, scale = tiling.highest(top)
-    total = tiling.sum_of_shards(total * scale)
-    mean = mean * scale
-    if classes.kernel is not None:
-      mean = _pull(classes.low_rank, mean)
-    mean = tiling.sum_of_shards(mean) / total
-    return *best_of_shards(tiling, *best, count), top + jnp.log(total), mean
-
-  inputs = classes.letters(), dims('bt'), dims('b')
-  outputs = dims('bc'), dims('bc'), dims('bn'), dims('bt')
-  return tiling.placement.shard_map(local, inputs, outputs)(classes, z, label)
+def _priority(tile: Tile) -> jax.Array:
+  """log(m_k / h_k), up to a constant of an example, [B, t]; `PADDED` at the label."""
+  z, label = tile.constants
+  size = tile.classes.logits(z[:, None])[:, 0]
+  if tile.classes.kernel is None:
+    size += _gain(tile.classes.low_rank.variances())
+  priority = size - jnp.log((tile.ids + 1).astype(size.dtype) * GOLDEN % 1.0 + 1e-6)
+  return priority if label is None else jnp.where(tile.ids == label[:, None], PADDED, priority)
 
 
 def _gain(variance: jax.Array) -> jax.Array:
@@ -213,170 +134,36 @@ def _gain(variance: jax.Array) -> jax.Array:
   return jnp.minimum(0.5 * variance, 1e4)
 
 
-def _pull(noise: LowRank, vector: jax.Array) -> jax.Array:
-  """The factors times a vector [B, Q] of the noise space, [B, T]."""
-  zero = jnp.zeros_like(vector, shape=(vector.shape[0], 1, noise.num_normals))
-  return jax.vjp(noise.noise, zero)[1](vector[:, None])[0][:, 0]
+def fit(few: Few) -> jax.Array:
+  """The mean m [B, T] of q, where m = E_q[N_y - sum_k p_k N_k].
 
-
-def _mode(tiling: Tiling, classes: Classes, of_label: tuple[jax.Array, jax.Array]) -> jax.Array:
-  """The mode z1 [B, T] of the posterior along the factors g of the label, as if all other classes
-  had no noise: z1 = a g with a = 1 - softmax(mu + a |g|^2 e_y)_y.
+  Steepest ascent of E_q[log f_C(z) N(z; 0, I)], which is concave in m, with Newton's step along
+  each direction.
   """
+  # The closest q to a posterior near a step is far inside of it, where few of its points count.
+  largest = jnp.sqrt(jnp.square(few.factors).sum(axis=1).max(axis=-1))  # [B]
+  scale = jnp.minimum(1.0, MAX_NOISE / jnp.maximum(largest, TINY))
+  few = Few(few.location * scale[:, None], few.factors * scale[:, None, None])
+  # Constants; NumPy promises that their values stay.
+  x = np.random.RandomState(0).normal(size=(NUM_FIT_PAIRS, few.factors.shape[1]))
+  mean = jnp.zeros_like(few.factors[..., 0])
+  grown = few.growth(mean[:, None] + jnp.asarray(x, mean.dtype))
+  grown = jnp.concatenate([grown, 1.0 / grown], axis=1)  # [B, n, C]
 
-  mu, factors = of_label
+  def climb(_, mean):
+    e = jax.nn.softmax(few.at(mean))
+    inverse = 1.0 / jnp.einsum('bc,bnc->bn', e, grown)
+    p = e * jnp.einsum('bn,bnc->bc', inverse, grown) / grown.shape[1]
+    slope = -jnp.einsum('bc,btc->bt', p, few.factors) - mean
+    along = jnp.einsum('bt,btc->bc', slope, few.factors)
+    of_points = inverse * jnp.einsum('bc,bnc->bn', e * along, grown)
+    curvature = (p * jnp.square(along)).sum(axis=-1) - jnp.square(of_points).mean(axis=-1)
+    square = jnp.square(slope).sum(axis=-1)
+    step = square / (square + jnp.maximum(curvature, TINY))
+    step = jnp.minimum(step, MAX_STEP * jax.lax.rsqrt(square + TINY))[:, None] * slope
+    return mean + jnp.where(jnp.isfinite(step), step, 0.0)
 
-  def local(classes):
-    def body(carry, tile: Tile):
-      top, total = carry
-      u = tile.masked(tile.classes.mean()[:, 0])
-      high = jnp.maximum(top, u.max(axis=-1, keepdims=True))
-      return high, total * jnp.exp(top - high) + jnp.exp(u - high).sum(axis=-1, keepdims=True)
-
-    zero = jnp.zeros_like(classes.low_rank.diag[:, :1])
-    top, total = fold(tiling, classes, body, (zero + 2 * PADDED, zero))
-    top, scale = tiling.highest(top)
-    return top, jnp.log(tiling.sum_of_shards(total * scale))
-
-  run = tiling.placement.shard_map(local, (classes.letters(),), (dims('bn'), dims('bn')))
-  top, log_total = run(classes)
-  log_p = (mu - top) - log_total
-  log_odds = log_p - jnp.log1p(-jnp.minimum(jnp.exp(log_p), 1.0 - 1e-6))  # [B, 1]
-  size = jnp.square(factors).sum(axis=1)
-
-  # a is the zero of an increasing function, in the last of its cells that starts below it.
-  step = 1.0
-  low = jnp.zeros_like(mu)
-  for _ in range(NUM_REFINEMENTS):
-    step /= NUM_CELLS
-    a = low + step * np.arange(1, NUM_CELLS, dtype=np.float32)  # [B, NUM_CELLS - 1]
-    is_below = a < jax.nn.sigmoid(-(log_odds + a * size))
-    low = low + step * is_below.sum(axis=-1, keepdims=True, dtype=mu.dtype)
-  return low * factors[..., 0]
-
-
-@struct.dataclass
-class Gaussian:
-  """The q of the module docstring: z M^T = (mean + x inverse, x') with (x, x') ~ N(0, I).
-
-  It differs from N(0, I) in m dimensions only, the first ones of the rotation M.
-
-  Attributes:
-    mean: [B, m].
-    lower: L [B, m, m] of the precision L L^T.
-    inverse: of L.
-    rotation: as in `directions.Draws`; None where m = T.
-  """
-
-  mean: jax.Array
-  lower: jax.Array
-  inverse: jax.Array
-  rotation: Rotation | None
-
-  def points(self, x: jax.Array, is_wide: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """The mean and the differences from it, [B, 1 + s, T], of pairs of points; and
-    log N(z; 0, I) / q(z) of mean + difference and of mean - difference, [B, 2, s].
-
-    Args:
-      x: normals [B, s, T].
-      is_wide: bool [s], those that come from N(mean, I).
-    """
-    size = self.mean.shape[-1]
-    near = x[..., :size]
-    away = jnp.einsum('bsn,bnt->bst', near, self.inverse)
-    away = jnp.where(is_wide[:, None], near, away)
-    mean = self.mean[:, None]
-    both = jnp.stack([mean + away, mean - away], axis=1)  # [B, 2, s, m]
-
-    near = jnp.einsum('bst,btn->bsn', away, self.lower)
-    log_root = jnp.log(jnp.diagonal(self.lower, axis1=-2, axis2=-1)).sum(axis=-1)[:, None]
-    log_q = log_root - 0.5 * jnp.square(near).sum(axis=-1)
-    log_wide = -0.5 * jnp.square(away).sum(axis=-1)
-    log_mixed = jnp.logaddexp(
-      log_q + math.log((~is_wide).mean()), log_wide + math.log(is_wide.mean())
-    )
-    log_ratio = -0.5 * jnp.square(both).sum(axis=-1) - log_mixed[:, None]
-
-    rest = jnp.pad(x[..., size:], ((0, 0), (1, 0), (0, 0)))
-    z = jnp.concatenate([jnp.concatenate([mean, away], axis=1), rest], axis=-1)
-    return rotated(z, self.rotation), log_ratio
-
-
-def fit(few: Few) -> Gaussian:
-  """The q of few classes. With N_k the factors of class k and p = softmax(u), at the solution
-
-  mean = E_q[N_y - sum_k p_k N_k],    precision = I + E_q[sum_k p_k N_k N_k^T - (N p) (N p)^T]
-
-  The m dimensions are spanned by the differences of the first m classes' noise and the label's.
-  """
-  # What all classes share is seen by no softmax, and would cancel in float32.
-  shared = jnp.einsum('bc,btc->bt', jax.nn.softmax(few.location), few.factors)
-  factors = few.factors - shared[..., None]
-  batch, num_normals, count = factors.shape
-  size = min(NUM_FITTED, count - 1, num_normals)
-  rotation = None
-  if size < num_normals:
-    rows = factors[..., 1 : size + 1] - factors[..., :1]
-    rotation = rotation_to(jnp.swapaxes(rows, 1, 2))
-    factors = jnp.einsum('bmt,btc->bmc', leading_rows(rotation, size), factors)
-  # Antithetic constants; NumPy promises that their values stay.
-  half = np.random.RandomState(0).normal(size=(NUM_FIT_POINTS // 2, size))
-  x = jnp.asarray(np.concatenate([half, -half]), factors.dtype)
-  # With zeros of the factors, because inside a `jax.shard_map` these may vary along an axis.
-  square = jnp.zeros_like(factors, shape=(batch, size, size))
-  eye = square + jnp.eye(size, dtype=factors.dtype)
-
-  def curvature_at(z: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The gradient of log softmax_y [B, m] and minus its Hessian [B, m, m], at the mean of z."""
-    p = jax.nn.softmax(few.location[:, None] + jnp.einsum('bst,btc->bsc', z, factors))
-    mean = p.mean(axis=1)  # [B, C]
-    each = jnp.einsum('bsc,btc->bst', p, factors)
-    second = jnp.einsum('btc,buc->btu', factors * mean[:, None], factors)
-    return factors[..., 0] - each.mean(axis=1), second - jnp.einsum(
-      'bst,bsu->btu', each, each
-    ) / z.shape[1]
-
-  def move(_, state):
-    mean, _, inverse = state
-    z = mean[:, None] + jnp.einsum('sn,bnt->bst', x, inverse)
-    slope, curvature = curvature_at(z)
-    inverse = root_of(eye + curvature, eye)[1]
-    half_step = jnp.einsum('bnt,bt->bn', inverse, slope - mean)
-    step = jnp.einsum('bn,bnt->bt', half_step, inverse)
-    length = jnp.linalg.norm(step, axis=-1, keepdims=True)
-    step = step * jnp.minimum(1.0, MAX_STEP / jnp.where(length > 0, length, 1.0))
-    return mean + jnp.where(jnp.isfinite(step), step, 0.0), curvature, inverse
-
-  state = jnp.zeros_like(factors[..., 0]), square, square
-  mean, curvature, _ = jax.lax.fori_loop(0, NUM_FIT_STEPS, move, state)
-  lower, inverse = root_of(eye + SHARE * curvature, eye)
-  return Gaussian(mean, lower, inverse, rotation)
-
-
-def root_of(matrix: jax.Array, eye: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """L of a matrix L L^T [B, m, m], and its inverse; I where rounding leaves none.
-
-  Elimination below the diagonal makes D U of the matrix U^T D U, and U^-T of I beside it. On a CPU
-  the library's call takes a third of the time, but with jaxlib 0.10 it never ends a step on several
-  devices.
-  """
-  size = matrix.shape[-1]
-  place = np.arange(size, dtype=np.int32)  # as j is, where types are not promoted
-
-  def eliminate(j, both):
-    row = jax.lax.dynamic_index_in_dim(both, j, 1, keepdims=False)  # [B, 2 m]
-    pivot = jax.lax.dynamic_index_in_dim(row, j, 1)  # [B, 1]
-    # By symmetry, the row has the column below the pivot.
-    share = jnp.where(place > j, row[:, :size], 0.0) / pivot  # [B, m]
-    return both - share[..., None] * row[:, None]
-
-  both = jnp.concatenate([matrix, eye], axis=-1)
-  both = jax.lax.fori_loop(0, size - 1, eliminate, both)
-  pivots = jnp.diagonal(both, axis1=1, axis2=2)  # [B, m]
-  both = both * jax.lax.rsqrt(pivots)[..., None]
-  is_finite = jnp.isfinite(both).all(axis=(1, 2), keepdims=True)
-  lower = jnp.where(place[:, None] >= place, jnp.swapaxes(both[..., :size], 1, 2), 0.0)
-  return jnp.where(is_finite, lower, eye), jnp.where(is_finite, both[..., size:], eye)
+  return jax.lax.fori_loop(0, NUM_FIT_STEPS, climb, mean)
 
 
 @struct.dataclass
@@ -450,46 +237,59 @@ def choose(
   logits = jax.lax.stop_gradient(logits)
   label = jnp.clip(label, 0, logits.num_classes - 1)
   noise, direction = along_label(logits, label)
-  few = few_classes(tiling, noisy_classes(logits, noise, not tiling.is_whole), label)
-  q = fit(few)
-  num_pairs = -(-num_samples // 2)
+  few = few_classes(tiling, noisy_classes(logits, noise), label)
+  mean = fit(few)
+  batch, num_normals = mean.shape
   count = max(MIN_POINTS, POINTS_PER_SAMPLE * num_samples) // 2
-  index = np.arange(count, dtype=np.int32)
-  batch, num_normals, _ = few.factors.shape
+  count = -(-count // PAIRS_AT_ONCE) * PAIRS_AT_ONCE
+  # Without it XLA drew earlier, and held the normals beside the columns of W of the few classes.
+  keys, mean = jax.lax.optimization_barrier((keys, mean))
+  # In another order, because every n-th point of Sobol's sequence is from one part of the cube.
+  order = np.random.RandomState(0).permutation(count).astype(np.int32)
   # One normal more, whose first one moves the places below: it is independent of all the others.
-  x = sampler(keys, index, num_normals + 1).astype(few.factors.dtype)
+  x = sampler(keys, order, num_normals + 1).astype(mean.dtype)
   x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
-  z, log_ratio = q.points(x[..., :-1], np.arange(count) >= (1.0 - WIDE_SHARE) * count)
-  mean = z[:, 0]
-  away = z[:, 1:]
-  log_p = few.log_p(jnp.concatenate([z[:, :1] + away, z[:, :1] - away], axis=1))
-  log_w = log_p + log_ratio.reshape(batch, -1)
-  log_pair = jnp.logaddexp(log_w[:, :count], log_w[:, count:])
+  offset = 0.5 + 0.5 * jax.lax.erf(math.sqrt(0.5) * x[:, :1, -1])  # [B, 1], uniform
+  x = x[..., :-1]
+
+  u = few.at(mean)
+  rotation = rotation_to(principal_directions(u, few.factors))
+  turned = Few(u, turned_to(rotation, few.factors))
+  log_e = jax.nn.log_softmax(u)
+  e = jnp.exp(log_e)
+
+  def totals(x: jax.Array) -> jax.Array:
+    """sum_c e_c exp(z factors_c) at both points of pairs [B, n, T], [B, 2, n]."""
+    grown = turned.growth(x)
+    return jnp.stack([jnp.einsum('bc,bnc->bn', e, y) for y in (grown, 1.0 / grown)], axis=1)
+
+  parts = jnp.moveaxis(x.reshape(batch, -1, PAIRS_AT_ONCE, num_normals), 1, 0)
+  found = jnp.moveaxis(jax.lax.map(totals, parts), 0, 2).reshape(batch, 2, count)
+  log_p = log_e[:, :1, None] - jnp.log(found)  # log f_C [B, 2, N / 2]
+  along = jnp.einsum(
+    'bnt,btm->bmn', x, turned_to(rotation, mean[..., None]), precision=HIGHEST
+  )  # [B, 1, N / 2]
+  log_ratio = jnp.concatenate([-along, along], axis=1)  # log N(z; 0, I) / q(z)
+  log_ratio -= 0.5 * jnp.square(mean).sum(axis=-1)[:, None, None]
+  log_w = log_p + log_ratio
+  log_pair = jnp.logaddexp(log_w[:, 0], log_w[:, 1])
   log_total = jax.nn.logsumexp(log_pair, axis=-1, keepdims=True)
 
-  # One of S / 2 equal parts of the cumulative weights each, all moved alike (systematic sampling),
-  # from short differences to long ones. In the order of Sobol's sequence every n-th pair would
-  # come from one part of the cube.
-  by_length = jnp.argsort(jnp.square(away).sum(axis=-1), axis=-1)
-  offset = 0.5 + 0.5 * jax.lax.erf(math.sqrt(0.5) * x[:, :1, -1])  # [B, 1], uniform
+  # One of S / 2 equal parts of the cumulative weights each, all moved alike (systematic sampling).
+  num_pairs = -(-num_samples // 2)
   places = (jnp.arange(num_pairs, dtype=log_w.dtype) + offset) / num_pairs
-  weights = jnp.take_along_axis(
-    jnp.exp(log_pair - log_total), by_length, axis=-1, mode='promise_in_bounds'
-  )
-  cumulative = jnp.cumsum(weights, axis=-1)
+  cumulative = jnp.cumsum(jnp.exp(log_pair - log_total), axis=-1)
   places = places * cumulative[:, -1:]
   # A count, since inside a `jax.shard_map` JAX refuses `jnp.searchsorted`.
   pair = (cumulative[:, None] < places[..., None]).sum(axis=-1, dtype=jnp.int32)
-  pair = jnp.take_along_axis(
-    by_length, jnp.minimum(pair, count - 1), axis=-1, mode='promise_in_bounds'
-  )
+  pair = jnp.minimum(pair, count - 1)
   # log p_C / f_C(z) plus the logarithm of twice the share in the pair
-  log_weights = (log_w - log_p).reshape(batch, 2, count) - log_pair[:, None]
-  log_weights += (log_total - math.log(count))[..., None]
+  log_weights = log_ratio - log_pair[:, None] + (log_total - math.log(count))[..., None]
   log_weights = jnp.take_along_axis(
     log_weights, pair[:, None], axis=2, mode='promise_in_bounds'
   ).reshape(batch, -1)
-  away = jnp.take_along_axis(away, pair[..., None], axis=1, mode='promise_in_bounds')
+  away = jnp.take_along_axis(x, pair[..., None], axis=1, mode='promise_in_bounds')
+  away = rotated(away, rotation)
   return jax.lax.stop_gradient(Chosen(keys, mean, away, log_weights, direction))
 
 
@@ -522,6 +322,6 @@ def directions(tiling: Tiling, logits: GaussianLogits) -> jax.Array:
   noise = logits.noise
   if noise.remainder == 'diag':
     noise = dataclasses.replace(noise, diag=jnp.zeros_like(noise.diag), remainder='rank_one')
-  few = few_classes(tiling, noisy_classes(logits, noise, not tiling.is_whole), None)
+  few = few_classes(tiling, noisy_classes(logits, noise), None)
   found = principal_directions(few.location, few.factors)
   return jnp.pad(found, ((0, 0), (0, 0), (0, num_normals - found.shape[-1])))

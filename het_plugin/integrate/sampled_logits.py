@@ -243,7 +243,7 @@ class Sampling:
         return classes_of(logits, noise.noise(normals(index))), None
       z = normals(index)
       if _has_tiles(logits):
-        return noisy_classes(logits, noise, False), z
+        return noisy_classes(logits, noise), z
       eps = apply_projection(projection, noise.noise(z))  # [B, s, K]
       return Classes(location=logits.location[:, None] + eps), None
 

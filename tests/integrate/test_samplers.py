@@ -20,7 +20,6 @@ from het_plugin.integrate import (
   LowRank,
   example_keys,
   iid,
-  proposal,
   sobol,
 )
 from het_plugin.integrate.directions import Draws, principal_directions, rotation_to
@@ -298,24 +297,6 @@ def test_rotated_sobol_of_64_samples_is_better_than_1000_independent_ones(remain
 
 
 # Tilt.
-
-
-def test_root_and_its_inverse():
-  for count in (1, 2, 51):
-    factors = np.random.default_rng(count).normal(size=(5, count, 8))
-    matrices = factors @ factors.swapaxes(1, 2) + np.eye(count)
-    eye = jnp.broadcast_to(jnp.eye(count), matrices.shape)
-    lower, inverse = jax.jit(proposal.root_of)(jnp.asarray(matrices, jnp.float32), eye)
-    expected = np.linalg.cholesky(matrices)
-    np.testing.assert_allclose(lower, expected, atol=1e-5)
-    np.testing.assert_allclose(inverse, np.linalg.inv(expected), atol=1e-5)
-
-
-def test_root_is_1_where_rounding_leaves_none():
-  matrices = jnp.array([np.diag([4.0, 9.0]), np.diag([4.0, -1.0])])
-  lower, inverse = jax.jit(proposal.root_of)(matrices, jnp.broadcast_to(jnp.eye(2), (2, 2, 2)))
-  np.testing.assert_allclose(lower, [np.diag([2.0, 3.0]), np.eye(2)])
-  np.testing.assert_allclose(inverse, [np.diag([1 / 2, 1 / 3]), np.eye(2)], rtol=1e-6)
 
 
 @pytest.mark.slow
