@@ -22,7 +22,7 @@ from het_plugin.integrate import (
   iid,
   sobol,
 )
-from het_plugin.integrate.directions import Draws, principal_directions, rotation_to
+from het_plugin.integrate.directions import Draws, principal_directions, rotation_to, turned_to
 from het_plugin.integrate.samplers import normal_quantile
 from het_plugin.integrate.sobol_sequence import DIRECTION_NUMBERS, MAX_DIMENSIONS, sobol_points
 from tests.meshes import make_mesh, on_mesh
@@ -264,9 +264,12 @@ def test_rotation_is_orthogonal_and_leads_with_the_principal_directions():
   def found(logits):
     directions = principal_directions(logits.location, logits.factors())
     draws = Draws(None, rotation_to(directions))
-    return draws.normals(lambda *_: jnp.eye(51)[None], None, 51), logits.factors()
+    eye = jnp.eye(51)[None]
+    turned = turned_to(draws.rotation, jnp.broadcast_to(eye, (B, 51, 51)))
+    return draws.normals(lambda *_: eye, None, 51), turned, logits.factors()
 
-  u, factors = map(np.asarray, found(logits))  # rows are U's columns
+  u, turned, factors = map(np.asarray, found(logits))  # rows are U's columns
+  np.testing.assert_allclose(turned, u, atol=1e-5)
   p = special.softmax(np.asarray(logits.location), axis=-1)
   np.testing.assert_allclose(u @ np.swapaxes(u, 1, 2), np.tile(np.eye(51), (B, 1, 1)), atol=1e-5)
   centred = factors - np.einsum('btk,bk->bt', factors, p)[..., None]
