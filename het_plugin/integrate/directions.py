@@ -66,21 +66,28 @@ def turned_to(rotation: Rotation, x: jax.Array) -> jax.Array:
   return x - jnp.einsum('btm,bmn->btn', left, along, precision=HIGHEST)
 
 
-def principal_directions(location: jax.Array, factors: jax.Array) -> jax.Array:
+def principal_directions(
+  location: jax.Array,
+  factors: jax.Array,
+  count: int = NUM_DIRECTIONS,
+  num_rounds: int = NUM_ROUNDS,
+) -> jax.Array:
   """The principal directions of A, [B, m, T], neither orthogonal nor of length 1.
 
   Args:
     location: of the logits over tau [B, C].
     factors: [B, T, C].
+    count: m, if T is not less.
+    num_rounds: of subspace iteration. The last directions depend less on rounding after fewer.
   """
   p = jax.nn.softmax(location)[:, None]
   centred = factors - jnp.sum(p * factors, axis=-1, keepdims=True)
   num_normals = factors.shape[1]
   # A constant of the program, which then needs no keys; NumPy promises that its values stay.
-  start = np.random.RandomState(0).normal(size=(min(NUM_DIRECTIONS, num_normals), num_normals))
+  start = np.random.RandomState(0).normal(size=(min(count, num_normals), num_normals))
   start = jnp.asarray(start.astype(np.float32), factors.dtype)
   directions = jnp.broadcast_to(start, (factors.shape[0], *start.shape))
-  for _ in range(NUM_ROUNDS):
+  for _ in range(num_rounds):
     noise = jnp.einsum('bmt,btc->bmc', directions, centred)
     directions = jnp.einsum('bmc,btc->bmt', p * noise, centred)
     largest = jnp.abs(directions).max(axis=(1, 2), keepdims=True)

@@ -54,7 +54,8 @@ NUM_CLASSES = 126  # C; with the label and the threshold a TPU's registers are f
 STEP = 0.25  # where the few classes are chosen, in factors of the label
 MIN_POINTS = 256  # N, and at least `POINTS_PER_SAMPLE` S
 POINTS_PER_SAMPLE = 8
-NUM_FIT_STEPS = 8
+NUM_TURNED = 4  # coordinates
+NUM_FIT_STEPS = 5
 NUM_FIT_PAIRS = 8
 PAIRS_AT_ONCE = 16
 MAX_STEP = 2.0  # of the mean of q, in standard deviations of the noise
@@ -253,7 +254,7 @@ def choose(
   x = x[..., :-1]
 
   u = few.at(mean)
-  rotation = rotation_to(principal_directions(u, few.factors))
+  rotation = rotation_to(principal_directions(u, few.factors, NUM_TURNED, num_rounds=1))
   turned = Few(u, turned_to(rotation, few.factors))
   log_e = jax.nn.log_softmax(u)
   e = jnp.exp(log_e)
