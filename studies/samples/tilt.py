@@ -4,8 +4,8 @@
 
 Three classes whose logits depend on a noise z of two dimensions, and a label that z = 0 makes
 improbable. Grey is the noise, N(0, I); blue is the noise that explains the label, which is
-proportional to N(z; 0, I) p(label | z). Its mode and its curvature there give the Gaussian that the
-points of the right panel follow. Both panels have the same Sobol points.
+proportional to N(z; 0, I) p(label | z). The points of the right panel follow N(m, I), the closest
+such Gaussian. Both panels have the same Sobol points.
 """
 
 import argparse
@@ -30,12 +30,9 @@ def log_likelihood(z):
 
 
 def fit():
-  """Mode [R] and a root [R, R] of the covariance of the noise that explains the label."""
-  mode = minimize(lambda z: z @ z / 2 - log_likelihood(z), np.zeros(2)).x
-  p = np.exp(log_softmax(LOCATION + mode @ FACTORS))  # [K]
-  centered = FACTORS - (FACTORS @ p)[:, None]  # [R, K]
-  precision = np.eye(2) + (centered * p) @ centered.T
-  return mode, np.linalg.cholesky(np.linalg.inv(precision))
+  """m [R] of the N(m, I) that is closest to the noise that explains the label."""
+  x = norm.ppf(qmc.Sobol(2, seed=1).random(256))  # [N, R]
+  return minimize(lambda m: m @ m / 2 - log_likelihood(m + x).mean(), np.zeros(2)).x
 
 
 def draw():
@@ -43,14 +40,13 @@ def draw():
   plain, tilted = figure.subplots(1, 2, sharex=True, sharey=True)
   uniform = qmc.Sobol(2, seed=0).random(POINTS)
   points = norm.ppf(uniform)  # [S, R]
-  mode, root = fit()
   line = np.linspace(-EDGE, EDGE, 81)
   grid = np.stack(np.meshgrid(line, line), axis=-1)  # [N, N, R]
   noise = np.exp(-(grid**2).sum(-1) / 2)
   explains = noise * np.exp(log_likelihood(grid))
   panels = (
     (plain, points, 'Without the tilt'),
-    (tilted, mode + points @ root.T, 'With the tilt'),
+    (tilted, fit() + points, 'With the tilt'),
   )
   grey, _ = style.STYLES[0]
   blue, _ = style.STYLES[2]
