@@ -26,9 +26,8 @@ their f_C(z) is near f(z), and costs C exponentials in place of K.
 
 What is chosen has no gradient: the gradient of the loss is that of the mean over the posterior.
 
-B examples, K classes, C of them, T = R + 1 normals. A remainder 'diag' has
-Q normals in place of one: the fit takes the one along the direction that moves the label, and the
-samples draw the rest.
+B examples, K classes, C of them, T = R + 1 normals. A remainder 'diag' has Q normals in place of
+one: the fit takes the one along the direction that moves the label, and the samples draw the rest.
 """
 
 import dataclasses
@@ -62,9 +61,7 @@ MAX_STEP = 2.0  # of the mean of q, in standard deviations of the noise
 MAX_NOISE = 4.0  # that the fit sees, of a class relative to the label, over tau
 MAX_LOG = 60.0  # exponentials of it, and sums of them, are normal numbers
 TINY = 1e-30
-GOLDEN = (
-  0.6180339887498949  # h_k = frac(k GOLDEN) fills (0, 1) evenly, whichever classes are probable
-)
+GOLDEN = 0.6180339887498949  # h_k = frac(k GOLDEN) fills (0, 1), whichever classes are probable
 
 
 @struct.dataclass
@@ -84,14 +81,6 @@ class Few:
     """The logits [B, C] at z [B, T]."""
     return self.location + jnp.einsum('bt,btc->bc', z, self.factors)
 
-  def growth(self, x: jax.Array) -> jax.Array:
-    """exp(x factors) [B, n, C] of differences x [B, n, T].
-
-    Those of -x are its inverse, so a pair takes one exponential. The bound makes f_C another
-    function where the noise is far more than tau.
-    """
-    return jnp.exp(jnp.clip(jnp.einsum('bnt,btc->bnc', x, self.factors), -MAX_LOG, MAX_LOG))
-
 
 def few_classes(tiling: Tiling, classes: Classes, label: jax.Array | None) -> Few:
   """The few classes for labels int32 [B]; without labels those at the location."""
@@ -109,7 +98,7 @@ def few_classes(tiling: Tiling, classes: Classes, label: jax.Array | None) -> Fe
   if chosen.shape[-1] > NUM_CLASSES:
     # For a slice of a `top_k`, XLA sorts all classes on a CPU.
     is_real &= np.arange(NUM_CLASSES + 1) < NUM_CLASSES
-    log_size = location + jnp.einsum('bt,btc->bc', z, factors)
+    log_size = Few(location, factors).at(z)
     if classes.kernel is None:
       log_size += _gain(jnp.square(factors).sum(axis=1))
     location += jnp.maximum(priority.min(axis=-1, keepdims=True) - log_size, 0.0)
@@ -135,6 +124,15 @@ def _gain(variance: jax.Array) -> jax.Array:
   return jnp.minimum(0.5 * variance, 1e4)
 
 
+def growth(x: jax.Array, factors: jax.Array) -> jax.Array:
+  """exp(x factors) [B, n, C] of differences x [B, n, T] and factors [B, T, C].
+
+  That of -x is its inverse, so a pair takes one exponential. The bound makes f_C another function
+  where the noise is far more than tau.
+  """
+  return jnp.exp(jnp.clip(jnp.einsum('bnt,btc->bnc', x, factors), -MAX_LOG, MAX_LOG))
+
+
 def fit(few: Few) -> jax.Array:
   """The mean m [B, T] of q, where m = E_q[N_y - sum_k p_k N_k].
 
@@ -148,7 +146,7 @@ def fit(few: Few) -> jax.Array:
   # Constants; NumPy promises that their values stay.
   x = np.random.RandomState(0).normal(size=(NUM_FIT_PAIRS, few.factors.shape[1]))
   mean = jnp.zeros_like(few.factors[..., 0])
-  grown = few.growth(mean[:, None] + jnp.asarray(x, mean.dtype))
+  grown = growth(mean[:, None] + jnp.asarray(x, mean.dtype), few.factors)
   grown = jnp.concatenate([grown, 1.0 / grown], axis=1)  # [B, n, C]
 
   def climb(_, mean):
@@ -255,13 +253,13 @@ def choose(
 
   u = few.at(mean)
   rotation = rotation_to(principal_directions(u, few.factors, NUM_TURNED, num_rounds=1))
-  turned = Few(u, turned_to(rotation, few.factors))
+  turned = turned_to(rotation, few.factors)
   log_e = jax.nn.log_softmax(u)
   e = jnp.exp(log_e)
 
   def totals(x: jax.Array) -> jax.Array:
     """sum_c e_c exp(z factors_c) at both points of pairs [B, n, T], [B, 2, n]."""
-    grown = turned.growth(x)
+    grown = growth(x, turned)
     return jnp.stack([jnp.einsum('bc,bnc->bn', e, y) for y in (grown, 1.0 / grown)], axis=1)
 
   parts = jnp.moveaxis(x.reshape(batch, -1, PAIRS_AT_ONCE, num_normals), 1, 0)

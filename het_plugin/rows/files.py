@@ -208,10 +208,8 @@ def split_of_rows(path: str) -> np.ndarray | None:
       with _open_parquet(path) as file:
         if 'split' in file.schema_arrow.names:
           return file.read(['split'])['split'].to_numpy().astype(str)
-    if path.endswith('.csv'):
-      table = _open_csv(path)
-      if 'split' in table.column_names:
-        return table['split'].to_numpy().astype(str)
+    if path.endswith('.csv') and 'split' in _names_of_csv(path):
+      return _open_csv(path, 'split')['split'].to_numpy().astype(str)
   return None
 
 
@@ -318,12 +316,23 @@ def _read_csv(path: str) -> dict[str, np.ndarray]:
   return {**arrays, 'features': np.stack([*features.values()], axis=1, dtype=np.float64)}
 
 
-def _open_csv(path: str) -> Any:
+def _open_csv(path: str, *columns: str) -> Any:
+  """A table of these columns, or of all."""
+  csv = _csv_library(path)
+  return csv.read_csv(path, convert_options=csv.ConvertOptions(include_columns=columns))
+
+
+def _names_of_csv(path: str) -> list[str]:
+  with _csv_library(path).open_csv(path) as file:  # which reads the first block alone
+    return file.schema.names
+
+
+def _csv_library(path: str) -> Any:
   try:
     from pyarrow import csv
   except ModuleNotFoundError as error:
     raise ImportError(f'{path} needs `pip install pyarrow`') from error
-  return csv.read_csv(path)
+  return csv
 
 
 def _open_parquet(path: str) -> Any:
