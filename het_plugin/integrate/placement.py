@@ -19,11 +19,6 @@ DEVICE_BYTES = 2**27  # each loop over tiles costs a TPU a copy of W in bfloat16
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
-def dims(letters: str | None) -> Any:
-  """Letters of an array's dimensions, put in its place in a pytree (`Placement.shard_map`)."""
-  return letters
-
-
 @dataclasses.dataclass(frozen=True)
 class Placement:
   """How arrays are cut over devices (static under jit).

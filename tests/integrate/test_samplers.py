@@ -23,8 +23,12 @@ from het_plugin.integrate import (
   sobol,
 )
 from het_plugin.integrate.directions import Draws, principal_directions, rotation_to, turned_to
-from het_plugin.integrate.samplers import normal_quantile
-from het_plugin.integrate.sobol_sequence import DIRECTION_NUMBERS, MAX_DIMENSIONS, sobol_points
+from het_plugin.integrate.samplers import (
+  DIRECTION_NUMBERS,
+  MAX_DIMENSIONS,
+  normal_quantile,
+  sobol_points,
+)
 from tests.meshes import make_mesh, on_mesh
 
 every_sampler = pytest.mark.parametrize('sampler', SAMPLERS.values(), ids=SAMPLERS)
