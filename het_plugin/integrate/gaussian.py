@@ -174,6 +174,14 @@ class GaussianLogits:
     is_known = self.covariance is not None and not isinstance(self.projection, Opaque)
     return is_known and self.covariance.remainder == 'rank_one'
 
+  @property
+  def has_tiles(self) -> bool:
+    """Whether samples of a range of classes can be made alone."""
+    if isinstance(self.projection, Opaque):
+      return False
+    # A remainder 'diag' of classes or buckets has a normal for each.
+    return isinstance(self.projection, Linear) or self.noise.remainder == 'rank_one'
+
   def factors(self) -> jax.Array:
     """All factors in logit space, [B, R + 1, Kp]: logits = location + z @ factors, z ~ N(0, I).
 

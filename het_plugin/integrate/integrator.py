@@ -11,15 +11,19 @@ import numpy as np
 from jax import core
 
 from het_plugin.integrate import samplers
-from het_plugin.integrate.classes import linear_location
-from het_plugin.integrate.directions import Draws
+from het_plugin.integrate.classes import Tiling, linear_location
+from het_plugin.integrate.directions import Draws, rotation_to
 from het_plugin.integrate.gaussian import GaussianLogits, Opaque, checked, masked, over_tau
 from het_plugin.integrate.placement import on_mesh_of_caller
-from het_plugin.integrate.sampled_logits import Sampling
+from het_plugin.integrate.proposal import choose, directions
+from het_plugin.integrate.sampled_logits import Link
 from het_plugin.integrate.sigmoid import ExactSigmoid, SampledSigmoid, binary_entropy
 from het_plugin.integrate.softmax import BucketSoftmax, Softmax, fewer_buckets
 
 METHODS = ('auto', 'exact', 'sample')
+MIN_ROTATED = 32  # Sobol points; fewer are not rotated
+
+Keys = jax.Array | Draws | None  # of `Integrator.nll`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +114,7 @@ class Integrator:
     Results are those of the key [1] `shared_key(jax.random.key(seed))`, without `tilt`. A program
     that is exported then makes no random numbers.
     """
-    source = self._sampler
-    source = source.sampler if isinstance(source, samplers.FixedPoints) else source
+    source = samplers.source(self._sampler)
     points = samplers.FixedPoints(source, self.num_samples, seed)
     return dataclasses.replace(self, sampler=points)
 
@@ -119,9 +122,7 @@ class Integrator:
   def _sampler(self) -> samplers.Sampler:
     return samplers.SAMPLERS[self.sampler] if isinstance(self.sampler, str) else self.sampler
 
-  def nll(
-    self, logits: GaussianLogits, labels: jax.Array, keys: jax.Array | Draws | None = None
-  ) -> jax.Array:
+  def nll(self, logits: GaussianLogits, labels: jax.Array, keys: Keys = None) -> jax.Array:
     """Negative log-likelihood of each example.
 
     Args:
@@ -144,9 +145,7 @@ class Integrator:
     """
     return on_mesh_of_caller(self._nll, 'b', checked(logits), keys, labels)
 
-  def _nll(
-    self, logits: GaussianLogits, keys: jax.Array | Draws | None, labels: jax.Array
-  ) -> jax.Array:
+  def _nll(self, logits: GaussianLogits, keys: Keys, labels: jax.Array) -> jax.Array:
     labels = check_labels(logits, labels)
     nll = self._link(logits, keys, labels).nll(labels)
     return jnp.where((labels < logits.num_classes).all(-1), nll, jnp.nan)
@@ -175,9 +174,9 @@ class Integrator:
     logits = over_tau(checked(logits))
     if fewer_buckets(logits) is not None:
       logits = self._bucket_softmax(logits, keys).sums()[1]
-    return self._sampling.draws(logits, keys)
+    return self._draws(logits, keys)
 
-  def log_prob(self, logits: GaussianLogits, keys: jax.Array | Draws | None = None) -> jax.Array:
+  def log_prob(self, logits: GaussianLogits, keys: Keys = None) -> jax.Array:
     """log p(k | x) of every class.
 
     Args:
@@ -194,11 +193,7 @@ class Integrator:
     return self._of_link(lambda link: masked(logits, link.log_prob()), 'bk', logits, keys)
 
   def _of_link(
-    self,
-    function: Callable[[Any], Any],
-    result: str,
-    logits: GaussianLogits,
-    keys: jax.Array | Draws | None,
+    self, function: Callable[[Any], Any], result: str, logits: GaussianLogits, keys: Keys
   ) -> Any:
     """function(link) on the mesh of the caller; `result` as in `on_mesh_of_caller`."""
     return on_mesh_of_caller(
@@ -206,7 +201,7 @@ class Integrator:
     )
 
   def top_k(
-    self, logits: GaussianLogits, keys: jax.Array | Draws | None = None, k: int = 5
+    self, logits: GaussianLogits, keys: Keys = None, k: int = 5
   ) -> tuple[jax.Array, jax.Array]:
     """The k most probable classes, of equally probable ones the first.
 
@@ -229,10 +224,8 @@ class Integrator:
 
   def is_tiled(self, logits: GaussianLogits) -> bool:
     """Whether `nll` and `top_k` of these logits go through tiles of classes (`max_bytes`)."""
-    logits = checked(logits)
-    if logits.link == 'softmax' and logits.covariance is not None and fewer_buckets(logits) is None:
-      return not self._sampling.tiling(logits).is_whole
-    return not self._link(logits, samplers.shared_key(jax.random.key(0))).tiling.is_whole
+    draws = Draws(samplers.shared_key(jax.random.key(0)))
+    return not self._link(checked(logits), draws).tiling.is_whole
 
   def log_odds(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """log p(y_k = 1 | x) - log p(y_k = 0 | x) of every class of a sigmoid.
@@ -274,10 +267,7 @@ class Integrator:
     return self._of_link(lambda link: link.expected_entropy(), 'b', logits, keys)
 
   def _link(
-    self,
-    logits: GaussianLogits,
-    keys: jax.Array | Draws | None,
-    labels: jax.Array | None = None,
+    self, logits: GaussianLogits, keys: Keys, labels: jax.Array | None = None
   ) -> ExactSigmoid | SampledSigmoid | Softmax | BucketSoftmax:
     """What computes the results of these logits.
 
@@ -291,20 +281,40 @@ class Integrator:
       return ExactSigmoid.of(logits, self.max_bytes, self.principal_factors)
     if fewer_buckets(logits) is not None and not is_sigmoid:
       return self._bucket_softmax(logits, keys)
-    link = SampledSigmoid if is_sigmoid else Softmax
-    return self._sampling.samples(link, logits, keys, labels)
+    return self._sampled(SampledSigmoid if is_sigmoid else Softmax, logits, keys, labels)
 
-  def _bucket_softmax(
-    self, logits: GaussianLogits, keys: jax.Array | Draws | None
-  ) -> BucketSoftmax:
+  def _bucket_softmax(self, logits: GaussianLogits, keys: Keys) -> BucketSoftmax:
     def softmax(logits: GaussianLogits, labels: jax.Array | None) -> Softmax:
-      return self._sampling.samples(Softmax, logits, keys, labels)
+      return self._sampled(Softmax, logits, keys, labels)
 
     return BucketSoftmax.of(logits, softmax, self.max_bytes)
 
-  @property
-  def _sampling(self) -> Sampling:
-    return Sampling(self.num_samples, self._sampler, self.rotate, self.tilt, self.max_bytes)
+  def _sampled(
+    self, link: type[Link], logits: GaussianLogits, keys: Keys, labels: jax.Array | None
+  ) -> Link:
+    """The link of logits over tau with noise."""
+    draws = self._draws(logits, keys, labels)
+    return link.at(logits, draws, self._sampler, self.num_samples, self.max_bytes)
+
+  def _draws(self, logits: GaussianLogits, keys: Keys, labels: jax.Array | None = None) -> Any:
+    """Where samples of logits over tau are taken: `Chosen` by the label if an example has one that
+    is wanted alone, and otherwise `Draws`.
+    """
+    given = keys.keys if isinstance(keys, Draws) else keys
+    given = samplers.checked_keys('Integrator', given, logits.location.shape[0])
+    if isinstance(keys, Draws):
+      return keys
+    is_known = logits.link == 'softmax' and not isinstance(logits.projection, Opaque)
+    if not is_known or samplers.source(self._sampler) is not samplers.sobol:
+      return Draws(given)
+    one_pass = Tiling.of(logits, 2, self.max_bytes)  # of a sample's logits, and their priorities
+    # A proposal takes more points than there are fixed ones.
+    is_tilted = self.tilt and not isinstance(self._sampler, samplers.FixedPoints)
+    if is_tilted and labels is not None and labels.shape[-1] == 1:
+      return choose(one_pass, logits, labels[:, 0], given, self._sampler, self.num_samples)
+    if self.rotate and self.num_samples >= MIN_ROTATED:
+      return Draws(given, rotation_to(directions(one_pass, logits)))
+    return Draws(given)
 
   def _is_exact(self, logits: GaussianLogits) -> bool:
     exists = logits.link == 'sigmoid' and not isinstance(logits.projection, Opaque)

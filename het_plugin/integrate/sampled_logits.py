@@ -26,7 +26,7 @@ from het_plugin.integrate.classes import (
   mean_of_class,
   noisy_classes,
 )
-from het_plugin.integrate.directions import Draws, rotation_to
+from het_plugin.integrate.directions import Draws
 from het_plugin.integrate.gaussian import (
   PADDED,
   GaussianLogits,
@@ -35,11 +35,8 @@ from het_plugin.integrate.gaussian import (
   apply_projection,
 )
 from het_plugin.integrate.placement import budget, bytes_per_device
-from het_plugin.integrate.proposal import Chosen, choose, directions
-from het_plugin.integrate.samplers import FixedPoints, Index, Sampler, checked_keys, sobol
-
-# `MIN_ROTATED` or more Sobol points are rotated.
-MIN_ROTATED = 32
+from het_plugin.integrate.proposal import Chosen
+from het_plugin.integrate.samplers import Sampler, sobol, source
 
 
 @struct.dataclass
@@ -77,6 +74,42 @@ class Samples:
   def of_location(cls, logits: GaussianLogits, max_bytes: int | None) -> Self:
     """The one sample of logits without noise."""
     return cls(Tiling.of(logits, 1, max_bytes), 1, 1, lambda _: Chunk(classes_of(logits)))
+
+  @classmethod
+  def at(
+    cls,
+    logits: GaussianLogits,
+    draws: Draws | Chosen,
+    sampler: Sampler,
+    num_samples: int,
+    max_bytes: int | None,
+  ) -> Self:
+    """Samples of logits over tau with noise, taken at the draws; arguments as in `Integrator`."""
+    tiling = _tiling(logits, num_samples, max_bytes)
+    if isinstance(draws, Chosen):
+      num_samples = 2 * draws.num_pairs
+    num_chunks = -(-num_samples // _samples_at_once(logits, num_samples, max_bytes))
+    size = -(-num_samples // num_chunks)  # of nearly equal size: less of the last one is wasted
+    batch = logits.location.shape[0]
+    noise = logits.noise
+
+    def chunk(c: jax.Array | int) -> Chunk:
+      index = c * size + np.arange(size, dtype=np.int32)  # a constant of the only chunk
+      log_weight = draws.log_weight(index)
+      if num_samples % size:
+        log_weight = jnp.zeros(size) if log_weight is None else log_weight
+        log_weight = jnp.where(index < num_samples, log_weight, 2 * PADDED)
+      if log_weight is not None:
+        log_weight = jnp.broadcast_to(log_weight, (batch, size)).astype(noise.diag.dtype)
+      if source(sampler) is not sobol:
+        index = jnp.asarray(index)
+      z = draws.normals(sampler, index, noise.num_normals)
+      # Shared draws are repeated per example: as one product for the batch, with classes and
+      # examples in one dimension, samples took 1.6 times as long on a CPU.
+      z = jnp.broadcast_to(z, (batch, *z.shape[1:])).astype(noise.diag.dtype)
+      return Chunk(*_classes_at(logits, z, num_samples), log_weight)
+
+    return cls(tiling, num_samples, num_chunks, chunk)
 
   def each(self, function: Callable[[Chunk], jax.Array]) -> jax.Array:
     """function(chunk) of every chunk, stacked; the backward pass draws each chunk again."""
@@ -132,141 +165,39 @@ class Samples:
 Link = TypeVar('Link', bound=Samples)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-  """How samples are taken; attributes as those of `Integrator`, and the sampler as a function."""
-
-  num_samples: int
-  sampler: Sampler
-  rotate: bool
-  tilt: bool
-  max_bytes: int | None
-
-  def samples(
-    self,
-    link: type[Link],
-    logits: GaussianLogits,
-    keys: jax.Array | Draws | None,
-    labels: jax.Array | None = None,
-  ) -> Link:
-    """Samples of logits with noise.
-
-    Args:
-      link: `Softmax` or `SampledSigmoid`.
-      logits: over tau, with noise.
-      keys: typed PRNG keys [B] or [1], or draws.
-      labels: int32 [B, L] if only their probabilities are wanted; samples then follow the label of
-        an example with one (`proposal`).
-    """
-    is_one_label = labels is not None and labels.shape[-1] == 1
-    if not is_one_label or isinstance(keys, Draws) or not self._is_tilted(logits):
-      return self._samples(link, logits, self.draws(logits, keys))
-    keys = checked_keys('Integrator', keys, logits.location.shape[0])
-    one_pass = self._tiling_of_one(logits)
-    chosen = choose(one_pass, logits, labels[:, 0], keys, self.sampler, self.num_samples)
-    return self._samples(link, logits, chosen)
-
-  def draws(self, logits: GaussianLogits, keys: jax.Array | Draws | None) -> Draws:
-    """Where samples of all classes' probabilities are taken."""
-    batch = logits.location.shape[0]
-    if isinstance(keys, Draws):
-      checked_keys('Integrator', keys.keys, batch)
-      return keys
-    keys = checked_keys('Integrator', keys, batch)
-    is_rotated = self.rotate and self.num_samples >= MIN_ROTATED
-    if not is_rotated or not self._is_refined(logits):
-      return Draws(keys)
-    return Draws(keys, rotation_to(directions(self._tiling_of_one(logits), logits)))
-
-  def _is_tilted(self, logits: GaussianLogits) -> bool:
-    # A proposal takes more points than there are fixed ones.
-    is_fixed = isinstance(self.sampler, FixedPoints)
-    return self.tilt and not is_fixed and self._is_refined(logits)
-
-  def _is_refined(self, logits: GaussianLogits) -> bool:
-    """Whether draws may be tilted and rotated."""
-    is_known = logits.link == 'softmax' and not isinstance(logits.projection, Opaque)
-    return is_known and self._is_sobol
-
-  @property
-  def _is_sobol(self) -> bool:
-    """Whether the points are of `sobol`, also as fixed ones."""
-    source = self.sampler.sampler if isinstance(self.sampler, FixedPoints) else self.sampler
-    return source is sobol
-
-  def tiling(self, logits: GaussianLogits) -> Tiling:
-    """How the classes of sampled logits are cut."""
-    noise = logits.noise
-    num_rows = self.num_samples
-    if logits.projection is None:  # noise and logits are arrays of their own
-      num_rows *= 2
-    is_full = logits.projection is None and noise.scale is None
-    if is_full or projects_factors(logits, self.num_samples):
-      num_rows += noise.num_factors + 2
-    tiling = Tiling.of(logits, num_rows, self.max_bytes)
-    if _has_tiles(logits):
-      return tiling
-    return dataclasses.replace(tiling, tile=logits.location.shape[-1])
-
-  def _tiling_of_one(self, logits: GaussianLogits) -> Tiling:
-    """How the classes are cut for a pass with one sample: its logits, and their priorities."""
-    return Tiling.of(logits, 2, self.max_bytes)
-
-  def _samples(self, link: type[Link], logits: GaussianLogits, draws: Draws | Chosen) -> Link:
-    """Samples that are taken at the draws."""
-    num_samples = 2 * draws.num_pairs if isinstance(draws, Chosen) else self.num_samples
-    num_chunks = -(-num_samples // _samples_at_once(logits, num_samples, self.max_bytes))
-    size = -(-num_samples // num_chunks)  # of nearly equal size: less of the last one is wasted
-    batch = logits.location.shape[0]
-    noise = logits.noise
-    projection = logits.projection
-
-    def normals(index: Index) -> jax.Array:
-      """z [B, s, T]."""
-      if not self._is_sobol:
-        index = jnp.asarray(index)
-      z = draws.normals(self.sampler, index, noise.num_normals)
-      # Shared draws are repeated per example: as one product for the batch, with classes and
-      # examples in one dimension, samples took 1.6 times as long on a CPU.
-      return jnp.broadcast_to(z, (batch, *z.shape[1:])).astype(noise.diag.dtype)
-
-    def classes_at(index: Index) -> tuple[Classes, jax.Array | None]:
-      """The classes of samples with numbers [s], and their normals."""
-      if isinstance(projection, Opaque):
-        z = normals(index)
-        phi = projection.phi[:, None] + noise.noise(z)  # [B, s, D]
-        u = projection.get_logits(projection.params, phi.reshape(-1, phi.shape[-1]))
-        return Classes(location=u.reshape(*phi.shape[:2], -1)), None  # [B, s, K]
-      if isinstance(projection, Linear):
-        if projects_factors(logits, num_samples):
-          return classes_of(logits, noise.factors(), 'factors'), normals(index)
-        return classes_of(logits, noise.noise(normals(index))), None
-      z = normals(index)
-      if _has_tiles(logits):
-        return noisy_classes(logits, noise), z
-      eps = apply_projection(projection, noise.noise(z))  # [B, s, K]
-      return Classes(location=logits.location[:, None] + eps), None
-
-    def chunk(c: jax.Array | int) -> Chunk:
-      index = c * size + np.arange(size, dtype=np.int32)  # a constant of the only chunk
-      log_weight = draws.log_weight(index)
-      if num_samples % size:
-        log_weight = jnp.zeros(size) if log_weight is None else log_weight
-        log_weight = jnp.where(index < num_samples, log_weight, 2 * PADDED)
-      if log_weight is not None:
-        log_weight = jnp.broadcast_to(log_weight, (batch, size)).astype(noise.diag.dtype)
-      return Chunk(*classes_at(index), log_weight)
-
-    return link(self.tiling(logits), num_samples, num_chunks, chunk)
+def _tiling(logits: GaussianLogits, num_samples: int, max_bytes: int | None) -> Tiling:
+  """How the classes of sampled logits are cut."""
+  noise = logits.noise
+  num_rows = num_samples
+  if logits.projection is None:  # noise and logits are arrays of their own
+    num_rows *= 2
+  is_full = logits.projection is None and noise.scale is None
+  if is_full or projects_factors(logits, num_samples):
+    num_rows += noise.num_factors + 2
+  tiling = Tiling.of(logits, num_rows, max_bytes)
+  if logits.has_tiles:
+    return tiling
+  return dataclasses.replace(tiling, tile=logits.location.shape[-1])
 
 
-def _has_tiles(logits: GaussianLogits) -> bool:
-  """Whether the samples of a range of classes can be made alone."""
+def _classes_at(
+  logits: GaussianLogits, z: jax.Array, num_samples: int
+) -> tuple[Classes, jax.Array | None]:
+  """The classes of samples with normals z [B, s, T], and z if their logits are made from it."""
+  noise = logits.noise
   projection = logits.projection
+  if isinstance(projection, Linear):
+    if projects_factors(logits, num_samples):
+      return classes_of(logits, noise.factors(), 'factors'), z
+    return classes_of(logits, noise.noise(z)), None
+  if logits.has_tiles:
+    return noisy_classes(logits, noise), z
+  eps = noise.noise(z)
   if isinstance(projection, Opaque):
-    return False
-  # A remainder 'diag' of classes or buckets has a normal for each.
-  return isinstance(projection, Linear) or logits.noise.remainder == 'rank_one'
+    phi = projection.phi[:, None] + eps  # [B, s, D]
+    u = projection.get_logits(projection.params, phi.reshape(-1, phi.shape[-1]))
+    return Classes(location=u.reshape(*phi.shape[:2], -1)), None  # [B, s, K]
+  return Classes(location=logits.location[:, None] + apply_projection(projection, eps)), None
 
 
 def _samples_at_once(logits: GaussianLogits, num_samples: int, max_bytes: int | None) -> int:
@@ -274,7 +205,7 @@ def _samples_at_once(logits: GaussianLogits, num_samples: int, max_bytes: int | 
   num_classes = logits.location.shape[-1]
   noise = logits.noise
   num_values = noise.num_normals
-  if not _has_tiles(logits):
+  if not logits.has_tiles:
     num_values += 2 * num_classes
   elif isinstance(logits.projection, Linear) and not projects_factors(logits, num_samples):
     num_values += noise.diag.shape[-1]

@@ -269,6 +269,11 @@ class FixedPoints:
     return jnp.take(_points(self, num_normals), sample_index, axis=1, mode='clip')
 
 
+def source(sampler: Sampler) -> Sampler:
+  """What makes the points: that of `FixedPoints`, or the sampler itself."""
+  return sampler.sampler if isinstance(sampler, FixedPoints) else sampler
+
+
 @functools.lru_cache(maxsize=16)
 def _points(fixed: FixedPoints, num_normals: int) -> np.ndarray:
   # Also inside `jax.shard_map`, whose manual axes a constant does not have.

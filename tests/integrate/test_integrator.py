@@ -24,7 +24,8 @@ from het_plugin.integrate import (
   example_keys,
   iid,
 )
-from het_plugin.integrate.sampled_logits import MIN_ROTATED, projects_factors
+from het_plugin.integrate.integrator import MIN_ROTATED
+from het_plugin.integrate.sampled_logits import projects_factors
 from tests.integrate import reference
 from tests.integrate.hlo import collectives, tpu_devices
 from tests.meshes import make_mesh, on_mesh
