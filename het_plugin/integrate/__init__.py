@@ -16,7 +16,6 @@ from het_plugin.integrate.gaussian import (
   project,
 )
 from het_plugin.integrate.integrator import (
-  METHODS,
   AnyIntegrator,
   Integrator,
   Location,
@@ -40,7 +39,6 @@ SAME_RESULTS = ('Integrator.max_bytes',)
 
 __all__ = [
   'LINKS',
-  'METHODS',
   'REMAINDERS',
   'SAMPLERS',
   'AnyIntegrator',

@@ -202,7 +202,10 @@ class Classes:
 def _products(x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
   """x [B, n, Q] times W [Q, t], [B, n, t]; as a product of two matrices, which avoids copies."""
   flat = x.reshape(-1, x.shape[-1])
-  flat = apply_projection(Linear(kernel), flat) if dtype is None else _product(flat, kernel, dtype)
+  if dtype is None or x.dtype == kernel.dtype == dtype:
+    flat = apply_projection(Linear(kernel), flat)
+  else:
+    flat = _product(flat, kernel, dtype)
   return flat.reshape(*x.shape[:2], kernel.shape[-1])
 
 

@@ -16,8 +16,9 @@ import contextlib
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +30,16 @@ from jax import core, lax
 from jax.sharding import AxisType, PartitionSpec, reshard
 
 from het_plugin.integrate.classes import Classes, EveryClass, Terms, Tile, Tiling
-from het_plugin.integrate.gaussian import LINKS, GaussianLogits, Linear, LowRank
-from het_plugin.integrate.integrator import Integrator
+from het_plugin.integrate.gaussian import GaussianLogits, Linear, LowRank
+from het_plugin.integrate.integrator import AnyIntegrator, Integrator, check_labels
 from het_plugin.integrate.placement import Placement, mesh_axes, num_shards, varying_alike
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count, NotNegative, Rate
 
 TILE_BYTES = 2**24  # of a tile's logits and columns of W, and their gradients
 MIN_TILE = 512
 
+Link = Literal['softmax', 'sigmoid']
 Axes = str | tuple[str, ...] | None
 Targets = Callable[..., Any]  # int32 [t] and arrays -> targets [N, t]
 
@@ -45,7 +49,7 @@ def cross_entropy(
   kernel: jax.Array,
   bias: jax.Array | None,
   labels: jax.Array | Targets,
-  link: str = 'softmax',
+  link: Link = 'softmax',
   *,
   weights: jax.Array | None = None,
   label_arrays: tuple[jax.Array, ...] = (),
@@ -78,7 +82,8 @@ def cross_entropy(
 
   Products are in the dtype of phi, and sums in float32 or wider: phi in bfloat16 and W in float32
   give W a float32 gradient without a copy of W in bfloat16. Labels and weights have no gradient.
-  Forward mode alone (`jax.jvp`) is refused by JAX: take `jax.grad`.
+  Forward mode alone (`jax.jvp`) is refused by JAX where there are tiles. Forward mode over the
+  gradient needs phi and W in float32.
 
   Args:
     phi: pre-logits [..., D].
@@ -114,25 +119,36 @@ def cross_entropy(
   """
   phi = jnp.asarray(phi)
   kernel = jnp.asarray(kernel)
+  bias = None if bias is None else jnp.asarray(bias)
+  _check_arrays(phi, kernel, bias, temperature, label_arrays)
   sharding = Sharding.of(phi, kernel, batch_axes, class_axes)
   num_columns = kernel.shape[-1] * sharding.num_parts
   num_classes = num_columns if num_classes is None else num_classes
-  _check_shapes(phi, kernel, bias, num_classes, num_columns)
-  _check_settings(link, label_smoothing, z_loss, tile)
+  settings = Settings(link, num_classes, label_smoothing, z_loss, tile)
+  if num_classes > num_columns:
+    raise ValueError(
+      f'cross_entropy: num_classes={num_classes} must be from 1 to the {num_columns} columns of '
+      'the kernel'
+    )
   if noise is not None:
-    is_plain = weights is None and not label_arrays and not label_smoothing and not z_loss
+    is_plain = settings == Settings(link, num_classes) and weights is None and not label_arrays
     if not (is_plain and phi.ndim == 2) or callable(labels):
       raise ValueError(
         'cross_entropy: with noise, labels are ids of pre-logits [B, D], without weights, '
-        f'label_smoothing and z_loss; got phi {phi.shape}, label_smoothing={label_smoothing} and '
-        f'z_loss={z_loss}: leave them out'
+        f'label_smoothing, z_loss and tile; got phi {phi.shape} and {settings}: leave them out'
       )
+    found = jnp.shape(noise.diag) if isinstance(noise, LowRank) else type(noise).__name__
+    if found != phi.shape:
+      raise ValueError(
+        f'cross_entropy: noise must be a LowRank with diag {phi.shape} as phi; got {found}'
+      )
+    if not isinstance(integrator, AnyIntegrator | None):
+      raise ValueError(f'cross_entropy: integrator={integrator!r} must be an Integrator or None')
     logits = _noisy(phi, kernel, bias, link, temperature, noise, num_classes)
     with sharding.axis_rules():
       return (integrator or Integrator()).nll(logits, labels, keys)
   if keys is not None or integrator is not None:
     raise ValueError('cross_entropy: keys and integrator have no effect without noise: leave them')
-  settings = Settings(link, num_classes, float(label_smoothing), float(z_loss), tile)
   of_labels = make_labels(phi, labels, weights, label_arrays, settings)
   if not (isinstance(temperature, int | float) and temperature == 1):
     phi = _over(phi, temperature)
@@ -147,11 +163,18 @@ def cross_entropy(
 class Settings:
   """What is static under `jax.jit`; as the arguments of `cross_entropy`."""
 
-  link: str
-  num_classes: int
-  label_smoothing: float
-  z_loss: float
-  tile: int | None
+  link: Link
+  num_classes: Count
+  label_smoothing: Rate = 0.0
+  z_loss: NotNegative = 0.0
+  tile: Count | None = None
+
+  def __post_init__(self):
+    ranges.check(self, 'cross_entropy')
+    if self.z_loss and self.link == 'sigmoid':
+      raise ValueError(
+        f"cross_entropy: z_loss={self.z_loss} needs the link 'softmax': leave it out"
+      )
 
   def tile_size(self, phi: jax.Array, kernel: jax.Array) -> int:
     """Classes of a tile for phi [N, D] and W [D, k], at most k."""
@@ -206,10 +229,10 @@ class Soft:
   def targets(self, settings: Settings, classes: jax.Array, like: jax.Array) -> jax.Array:
     """t [N, t] of a range of classes int32 [t], as `like`."""
     t = lax.stop_gradient(self.function(classes, *self.arrays))
-    if t.shape != like.shape:
+    if jnp.shape(t) != like.shape:
       raise ValueError(
         f'cross_entropy: labels must return {like.shape} for {classes.shape[0]} classes; got '
-        f'{t.shape}'
+        f'{jnp.shape(t)}'
       )
     return t.astype(like.dtype)
 
@@ -236,28 +259,16 @@ def make_labels(
         'cross_entropy: weights and label_smoothing have no effect on a function of classes: let '
         'it return the targets that you want'
       )
+    arrays = tuple(map(jnp.asarray, arrays))
     return Soft(tuple(x.reshape(*rows, math.prod(x.shape[len(rows) :])) for x in arrays), labels)
   if arrays:
     raise ValueError('cross_entropy: label_arrays need labels that are a function of classes')
-  dtype = jnp.result_type(labels)
-  shape = jnp.shape(labels)
-  if not jnp.issubdtype(dtype, jnp.integer) or rows not in (shape, shape[:-1]):
+  if weights is not None and np.shape(weights) != np.shape(labels):
     raise ValueError(
-      f'cross_entropy: labels must be class ids, integers {rows} or {(*rows, "L")}, or a function '
-      f'of a range of classes; got {dtype} {shape}'
+      f'cross_entropy: weights must be as many as labels, {np.shape(labels)}; got '
+      f'{np.shape(weights)}'
     )
-  if weights is not None and jnp.shape(weights) != shape:
-    raise ValueError(
-      f'cross_entropy: weights must be as many as labels, {shape}; got {jnp.shape(weights)}'
-    )
-  if not isinstance(labels, core.Tracer):
-    largest = np.asarray(labels).max(initial=0)
-    if largest >= settings.num_classes:
-      raise ValueError(
-        f'cross_entropy: labels hold {largest}: class ids are below K = {settings.num_classes}'
-      )
-  ids = jnp.asarray(labels, jnp.int32)
-  ids = ids[..., None] if shape == rows else ids  # [..., L]
+  ids = check_labels(labels, rows, settings.num_classes, settings.link)
   listed = (ids >= 0).astype(_wide(phi.dtype))
   if weights is not None:
     weights = jnp.asarray(weights, listed.dtype).reshape(ids.shape) * listed
@@ -453,7 +464,7 @@ def _noisy(
   phi: jax.Array,
   kernel: jax.Array,
   bias: jax.Array | None,
-  link: str,
+  link: Link,
   temperature: jax.Array | float,
   noise: LowRank,
   num_classes: int,
@@ -476,36 +487,29 @@ def _wide(dtype: Any) -> np.dtype:
   return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def _check_shapes(
+def _check_arrays(
   phi: jax.Array,
   kernel: jax.Array,
   bias: jax.Array | None,
-  num_classes: int,
-  num_columns: int,
+  temperature: jax.Array | float,
+  label_arrays: tuple[jax.Array, ...],
 ) -> None:
   is_matrix = kernel.ndim == 2 and phi.ndim >= 2 and phi.shape[-1] == kernel.shape[0]
-  if not is_matrix or (bias is not None and jnp.shape(bias) != kernel.shape[1:]):
+  if not is_matrix or (bias is not None and bias.shape != kernel.shape[1:]):
     raise ValueError(
       'cross_entropy: phi must be [..., D], kernel [D, K] and bias [K] or None; got '
-      f'{phi.shape}, {kernel.shape} and {None if bias is None else jnp.shape(bias)}'
+      f'{phi.shape}, {kernel.shape} and {None if bias is None else bias.shape}'
     )
-  if not 1 <= num_classes <= num_columns:
+  for name, x in (('phi', phi), ('kernel', kernel)):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      raise ValueError(f'cross_entropy: {name} must be of a floating type; got {x.dtype}')
+  is_number = isinstance(temperature, (numbers.Real, np.ndarray, jax.Array))
+  is_known = not isinstance(temperature, core.Tracer)
+  if not is_number or np.size(temperature) != 1 or (is_known and not 0 < temperature < math.inf):
+    raise ValueError(f'cross_entropy: temperature={temperature!r} must be one positive number')
+  rows = phi.shape[:-1]
+  shapes = jax.tree.map(np.shape, label_arrays)
+  if not isinstance(label_arrays, tuple) or any(x[: len(rows)] != rows for x in shapes):
     raise ValueError(
-      f'cross_entropy: num_classes={num_classes} must be from 1 to the {num_columns} columns of '
-      'the kernel'
+      f'cross_entropy: label_arrays must be a tuple of arrays {(*rows, "n")}; got {shapes}'
     )
-
-
-def _check_settings(link: str, label_smoothing: float, z_loss: float, tile: int | None) -> None:
-  if link not in LINKS:
-    raise ValueError(f'cross_entropy: link={link!r} is unknown: choose one of {", ".join(LINKS)}')
-  if not 0 <= label_smoothing < 1:
-    raise ValueError(
-      f'cross_entropy: label_smoothing={label_smoothing} must be at least 0 and below 1'
-    )
-  if z_loss < 0 or (z_loss and link == 'sigmoid'):
-    raise ValueError(
-      f'cross_entropy: z_loss={z_loss} with the link {link!r} must be 0, or with a softmax more'
-    )
-  if tile is not None and not (isinstance(tile, int) and tile >= 1):
-    raise ValueError(f'cross_entropy: tile={tile!r} must be a whole number of classes, or None')

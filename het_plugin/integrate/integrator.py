@@ -1,9 +1,8 @@
 """E[link(logits / tau)] of Gaussian logits, exact or from samples, for training and evaluation."""
 
 import dataclasses
-import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,9 @@ from het_plugin.integrate.proposal import choose, directions
 from het_plugin.integrate.sampled_logits import Link
 from het_plugin.integrate.sigmoid import ExactSigmoid, SampledSigmoid, binary_entropy
 from het_plugin.integrate.softmax import BucketSoftmax, Softmax, fewer_buckets
+from het_plugin.system import ranges
+from het_plugin.system.ranges import Count
 
-METHODS = ('auto', 'exact', 'sample')
 MIN_ROTATED = 32  # Sobol points; fewer are not rotated
 
 Keys = jax.Array | Draws | None  # of `Integrator.nll`
@@ -75,38 +75,16 @@ class Integrator:
       it None for evaluation.
   """
 
-  num_samples: int = 64
-  sampler: str | samplers.Sampler = 'sobol'
-  method: str = 'auto'
+  num_samples: Count = 64
+  sampler: Literal['sobol', 'iid'] | samplers.Sampler = 'sobol'
+  method: Literal['auto', 'exact', 'sample'] = 'auto'
   rotate: bool = True
   tilt: bool = True
-  max_bytes: int | None = None
-  principal_factors: int | None = None
+  max_bytes: Annotated[int, '[1, inf)'] | None = None
+  principal_factors: Count | None = None
 
   def __post_init__(self):
-    if self.method not in METHODS:
-      raise ValueError(
-        f'Integrator.method={self.method!r} is unknown: choose one of {", ".join(METHODS)}'
-      )
-    if not callable(self.sampler) and self.sampler not in samplers.SAMPLERS:
-      raise ValueError(
-        f'Integrator.sampler={self.sampler!r} is unknown: choose one of '
-        f'{", ".join(samplers.SAMPLERS)}, or give a function'
-      )
-    whole = {
-      'num_samples': 'samples',
-      'max_bytes': 'bytes',
-      'principal_factors': 'factors',
-    }
-    for name, of_what in whole.items():
-      value = getattr(self, name)
-      default = getattr(type(self), name)
-      is_left_out = value is None and default is None
-      if not is_left_out and not (isinstance(value, numbers.Integral) and value >= 1):
-        raise ValueError(
-          f'Integrator.{name}={value!r} must be a whole number of {of_what}, at least 1'
-          + (', or None' if default is None else '')
-        )
+    ranges.check(self)
 
   def with_fixed_points(self, seed: int = 0) -> 'Integrator':
     """The same with `samplers.FixedPoints`, which all examples share.
@@ -146,7 +124,7 @@ class Integrator:
     return on_mesh_of_caller(self._nll, 'b', checked(logits), keys, labels)
 
   def _nll(self, logits: GaussianLogits, keys: Keys, labels: jax.Array) -> jax.Array:
-    labels = check_labels(logits, labels)
+    labels = check_labels(labels, logits.location.shape[:1], logits.num_classes, logits.link)
     nll = self._link(logits, keys, labels).nll(labels)
     return jnp.where((labels < logits.num_classes).all(-1), nll, jnp.nan)
 
@@ -376,30 +354,31 @@ def _without_noise(logits: GaussianLogits) -> GaussianLogits:
   return dataclasses.replace(logits, covariance=None, projection=None, location_from=linear)
 
 
-def check_labels(logits: GaussianLogits, labels: jax.Array) -> jax.Array:
-  """Labels [B, L] of labels [B] or [B, L], as `Integrator.nll` takes them."""
-  batch = logits.location.shape[0]
-  shape = jnp.shape(labels)
-  dtype = jnp.result_type(labels)
-  k = logits.num_classes
+def check_labels(labels: Any, rows: tuple[int, ...], num_classes: int, link: str) -> jax.Array:
+  """Class ids int32 [*rows, L] of labels [*rows] or [*rows, L], as `Integrator.nll` takes them."""
+  labels = labels if isinstance(labels, jax.Array) else np.asarray(labels)
+  shape = labels.shape
   of_marks = ': jnp.where(hot > 0, jnp.arange(K), -1) makes ids of zeros and ones hot [B, K]'
-  if not jnp.issubdtype(dtype, jnp.integer):
-    hint = of_marks if shape[1:] == (k,) else ''
-    raise ValueError(f'labels must be class ids of an integer type; got {dtype} {shape}{hint}')
-  if len(shape) not in (1, 2) or shape[0] != batch:
-    raise ValueError(f'labels must be [B] or [B, L] with B = {batch}; got {shape}')
+  is_hot = shape == (*rows, num_classes)
+  if not jnp.issubdtype(labels.dtype, jnp.integer):
+    hint = of_marks if is_hot else ''
+    raise ValueError(
+      f'labels must be class ids of an integer type; got {labels.dtype} {shape}{hint}'
+    )
+  if rows not in (shape, shape[:-1]):
+    raise ValueError(f'labels must be {rows} or {(*rows, "L")}; got {shape}')
   if not isinstance(labels, core.Tracer):
     values = np.asarray(labels)
-    if (largest := values.max(initial=0)) >= k:
-      raise ValueError(f'labels hold {largest}: class ids are below K = {k}')
-    if shape[1:] == (k,) and k > 2 and values.size and np.isin(values, (0, 1)).all():
+    if (largest := values.max(initial=0)) >= num_classes:
+      raise ValueError(f'labels hold {largest}: class ids are below K = {num_classes}')
+    if is_hot and num_classes > 2 and values.size and np.isin(values, (0, 1)).all():
       # Ids of a sigmoid are distinct in a row. Those of a softmax may be votes, of few rows.
-      if logits.link == 'sigmoid' or (values.size > 8 and (values.sum(1) == 1).all()):
+      if link == 'sigmoid' or (values.size > 8 and (values.sum(-1) == 1).all()):
         raise ValueError(f'labels are {shape} of 0 and 1, not class ids{of_marks}')
   labels = jnp.asarray(labels, jnp.int32)  # int8 cannot hold K
-  if shape[1:] == (0,):
-    return jnp.pad(labels, ((0, 0), (0, 1)), constant_values=-1)
-  return labels if len(shape) == 2 else labels[:, None]
+  if shape == rows:
+    return labels[..., None]
+  return labels if shape[-1] else jnp.full_like(labels, -1, shape=(*rows, 1))
 
 
 def multi_hot(labels: jax.Array, num_classes: int) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from het_plugin import HetXL, Integrator, cross_entropy, example_keys
-from het_plugin.integrate import multi_hot
+from het_plugin.integrate import LowRank, multi_hot
 from tests.integrate.hlo import collectives
 from tests.meshes import make_mesh, on_mesh
 
@@ -142,16 +142,22 @@ def test_value_and_gradient_are_those_of_all_logits(name):
 
 
 @pytest.mark.parametrize(
-  'kinds,rtol', [(('bfloat16', 'bfloat16'), 0.02), (('bfloat16', 'float32'), 0.02)]
+  'kinds,rtol',
+  [
+    (('bfloat16', 'bfloat16'), 0.02),
+    (('bfloat16', 'float32'), 0.02),
+    (('float32', 'bfloat16'), 0.02),
+    (('float16', 'float16'), 0.002),
+  ],
 )
-def test_products_in_bfloat16(kinds, rtol):
+def test_products_in_narrow_types(kinds, rtol):
   phi, kernel, bias = arrays()
   args = phi.astype(kinds[0]), kernel.astype(kinds[1]), bias
   loss, gradient = value_and_gradient(CASES['several'], args)
   assert loss.dtype == jnp.float32
   assert [x.dtype for x in gradient] == [x.dtype for x in args]
   assert_close((loss, gradient), expected('several'), rtol)
-  if kinds[1] == 'float32':  # sums are not rounded to bfloat16, in tiles and in one
+  if kinds == ('bfloat16', 'float32'):  # sums are not rounded to bfloat16, in tiles and in one
     for tile in (7, K):
       _, of_kernel, _ = value_and_gradient(CASES['several'], args, tile=tile)[1]
       assert (of_kernel != of_kernel.astype(jnp.bfloat16)).any()
@@ -313,9 +319,107 @@ def test_noise_is_that_of_het_xl():
   np.testing.assert_allclose(found, integrator.nll(logits, IDS, keys), rtol=1e-5)
 
 
+def noisy(phi, kernel, bias, labels, scale, loading, tiles):
+  """The loss of 4 samples of HET-XL."""
+  noise = LowRank(scale, loading, jnp.abs(scale))
+  keys = example_keys(jax.random.key(1), jnp.arange(N))
+  integrator = Integrator(4, max_bytes=2000 if tiles else None)
+  return cross_entropy(phi, kernel, bias, labels, noise=noise, keys=keys, integrator=integrator)
+
+
+def plain(phi, kernel, bias, labels, scale, loading, tiles):
+  return cross_entropy(phi, kernel, bias, labels, tile=7 if tiles else None)
+
+
+def heads_and_batches():
+  """Arguments of `noisy` and `plain`, three of each."""
+  rng = np.random.default_rng(3)
+  shapes = (N, D), (D, K), (K,), (N, D), (2, D)
+  phi, kernel, bias, scale, loading = (
+    jnp.asarray(rng.normal(size=(3, *shape)), jnp.float32) for shape in shapes
+  )
+  labels = jnp.stack([jnp.asarray(IDS + i) for i in (-3, -2, -1)])
+  return phi, kernel, bias, labels, scale, loading
+
+
+@pytest.mark.parametrize('tiles', [False, True])
+@pytest.mark.parametrize('loss', [plain, pytest.param(noisy, marks=pytest.mark.slow)])
+def test_transformations_give_what_a_loop_does(loss, tiles):
+  args = heads_and_batches()
+  step = jax.value_and_grad(lambda *x: loss(*x, tiles).sum(), (0, 1, 2))
+  of_each = [jax.jit(step)(*jax.tree.map(lambda x, i=i: x[i], args)) for i in range(3)]
+  expected = jax.tree.map(lambda *x: np.stack(x), *of_each)
+
+  def in_scan(*args):
+    def body(total, args):
+      return total + loss(*args, tiles).sum(), None
+
+    return jax.lax.scan(jax.checkpoint(body), 0.0, args)[0]
+
+  assert_close(jax.jit(jax.vmap(step))(*args), expected)
+  total, gradient = jax.jit(jax.value_and_grad(in_scan, (0, 1, 2)))(*args)
+  assert_close((total, gradient), (expected[0].sum(), expected[1]))
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('tile', [7, K])
+def test_forward_mode_over_the_gradient(link, tile):
+  args = arrays()
+  step = tuple(jnp.cos(x) for x in args)
+  hot = (IDS[:, None] == np.arange(K)).astype(np.float32)
+
+  def dense(phi, kernel, bias):
+    u = phi @ kernel + bias
+    sums = jax.nn.softplus(u).sum() if link == 'sigmoid' else hot.sum(-1) @ jax.nn.logsumexp(u, -1)
+    return sums - (hot * u).sum()
+
+  def ours(phi, kernel, bias):
+    return cross_entropy(phi, kernel, bias, IDS, link, tile=tile).sum()
+
+  expected, found = (
+    jax.jit(lambda *x, f=f: jax.jvp(jax.grad(f, (0, 1, 2)), x, step))(*args) for f in (dense, ours)
+  )
+  assert_close(found, expected)
+
+
+@pytest.mark.parametrize('dtype', [np.int8, np.uint8, np.int64, list])
+def test_labels_may_be_narrow_or_a_list(dtype):
+  phi, kernel, bias = arrays()
+  labels = IDS.clip(0)
+  given = labels.tolist() if dtype is list else labels.astype(dtype)
+  expected = cross_entropy(phi, kernel, bias, labels)
+  np.testing.assert_array_equal(cross_entropy(phi, kernel, bias, given), expected)
+
+
+NOISE = LowRank(jnp.ones((N, D)), jnp.ones((2, D)), jnp.ones((N, D)))
+
+
 @pytest.mark.parametrize(
   'change,words',
   [
+    ({'kernel': jnp.ones(())}, r'phi must be \[..., D\]'),
+    ({'phi': jnp.ones((N, D), int)}, 'phi must be of a floating type; got int32'),
+    ({'labels': np.eye(N, K, dtype=int)}, r'labels are \(8, 40\) of 0 and 1, not class ids'),
+    ({'labels': IDS > 0}, 'labels must be class ids of an integer type; got bool'),
+    ({'labels': IDS[:3]}, r"labels must be \(8,\) or \(8, 'L'\); got \(3,\)"),
+    ({'labels': lambda classes: 0}, r'labels must return \(8, 40\) for 40 classes; got \(\)'),
+    ({'labels': soft, 'label_arrays': jnp.ones((N, 1))}, 'label_arrays must be a tuple of arrays'),
+    ({'labels': soft, 'label_arrays': (jnp.ones(1),)}, r"of arrays \(8, 'n'\); got \(\(1,\),\)"),
+    *(
+      ({'temperature': tau}, 'temperature=.* must be one positive number')
+      for tau in (0.0, -1, float('nan'), jnp.float32(0), jnp.ones(N), '1')
+    ),
+    ({'noise': 4}, r'noise must be a LowRank with diag \(8, 6\) as phi; got int'),
+    (
+      {'noise': NOISE, 'phi': jnp.ones((4, D)), 'labels': IDS[:4]},
+      r'\(4, 6\) as phi; got \(8, 6\)',
+    ),
+    ({'noise': NOISE, 'integrator': 4}, 'integrator=4 must be an Integrator or None'),
+    ({'noise': NOISE, 'tile': 8}, 'with noise, labels are ids.*tile=8.*leave them out'),
+    ({'tile': True}, 'tile=True must be a whole number'),
+    ({'label_smoothing': None}, 'label_smoothing=None must be a number'),
+    ({'z_loss': -0.1}, 'z_loss=-0.1 must be at least 0'),
+    ({'num_classes': 0}, 'num_classes=0 must be at least 1'),
     ({'kernel': jnp.ones((D + 1, K))}, r'phi must be \[..., D\]'),
     ({'bias': jnp.ones(1)}, r'bias \[K\] or None'),
     ({'labels': np.ones(N, np.float32)}, r'labels must be class ids'),
@@ -323,11 +427,11 @@ def test_noise_is_that_of_het_xl():
     ({'weights': WEIGHTS}, r'weights must be as many as labels, \(8,\)'),
     ({'labels': soft, 'label_smoothing': 0.1}, 'no effect on a function of classes'),
     ({'label_arrays': (SHARPNESS,)}, 'label_arrays need labels that are a function'),
-    ({'link': 'probit'}, "link='probit' is unknown"),
-    ({'link': 'sigmoid', 'z_loss': 0.1}, "z_loss=0.1 with the link 'sigmoid' must be 0"),
+    ({'link': 'probit'}, "link='probit' must be one of 'softmax', 'sigmoid'"),
+    ({'link': 'sigmoid', 'z_loss': 0.1}, "z_loss=0.1 needs the link 'softmax'"),
     ({'label_smoothing': 1.0}, 'label_smoothing=1.0 must be'),
     ({'num_classes': 41}, 'num_classes=41 must be from 1 to the 40 columns'),
-    ({'tile': 0}, 'tile=0 must be a whole number'),
+    ({'tile': 0}, 'tile=0 must be at least 1'),
     ({'class_axes': 'model'}, "class_axes='model' names 'model', which is no axis of the active"),
     ({'integrator': Integrator()}, 'no effect without noise'),
   ],
@@ -345,6 +449,7 @@ def test_no_examples_and_no_promotion_of_types():
     args = phi.astype(jnp.bfloat16), kernel, bias
     loss, _ = value_and_gradient(CASES['several'], args, temperature=1.0)
     assert cross_entropy(phi[:0], kernel, bias, IDS[:0]).shape == (0,)
+    assert not cross_entropy(phi, kernel, bias, np.full((N, 2), -1), z_loss=0.1).any()
   assert_close(loss, expected('several')[0], 0.02)
 
 

@@ -611,12 +611,12 @@ def test_log_prob_over_a_mesh():
 @pytest.mark.parametrize(
   'arguments,words',
   [
-    ({'num_samples': 0}, 'num_samples=0 must be a whole number of samples, at least 1$'),
+    ({'num_samples': 0}, 'num_samples=0 must be at least 1$'),
     ({'num_samples': 4.0}, 'num_samples=4.0 must be a whole number'),
-    ({'max_bytes': 1e9}, 'max_bytes=1000000000.0 must be a whole number of bytes'),
-    ({'principal_factors': 0}, 'principal_factors=0 must be .* factors, at least 1, or None'),
-    ({'method': 'cuda'}, "method='cuda' is unknown: choose one of auto, exact, sample"),
-    ({'sampler': 'halton'}, "sampler='halton'.*iid, sobol"),
+    ({'max_bytes': 1e9}, 'max_bytes=1000000000.0 must be a whole number, at least 1 or None'),
+    ({'principal_factors': 0}, 'principal_factors=0 must be at least 1 or None'),
+    ({'method': 'cuda'}, "method='cuda' must be one of 'auto', 'exact', 'sample'"),
+    ({'sampler': 'halton'}, "sampler='halton' must be one of 'sobol', 'iid' or a function"),
   ],
 )
 def test_bad_settings_are_named(arguments, words):
@@ -735,10 +735,10 @@ def test_batches_and_lists_of_labels_may_be_empty(link):
       jnp.array([2.0, 12.0, 0.0]),
       r'labels must be class ids of an integer type; got float32 \(3,\)',
     ),
-    (jnp.array([2, 12]), r'labels must be \[B\] or \[B, L\] with B = 3; got \(2,\)'),
+    (jnp.array([2, 12]), r"labels must be \(3,\) or \(3, 'L'\); got \(2,\)"),
     (jnp.array([2, K, 0]), f'labels hold {K}: class ids are below K = {K}'),
     (np.eye(B, K, dtype=int), rf'labels are \(3, {K}\) of 0 and 1, not class ids: jnp.where'),
-    (np.eye(B, K), rf'got float32 \(3, {K}\): jnp.where'),
+    (np.eye(B, K), rf'got float64 \(3, {K}\): jnp.where'),
   ],
 )
 def test_wrong_labels_are_one_sentence(labels, words):

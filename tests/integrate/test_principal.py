@@ -300,6 +300,6 @@ def test_other_heads_ignore_it(name):
 
 @pytest.mark.parametrize('count', [0, -3, 0.5, 8.0, '8'])
 def test_factors_are_whole_numbers(count):
-  message = f'Integrator.principal_factors={count!r} must be a whole number of factors, at least 1'
+  message = f'Integrator.principal_factors={count!r} must be .*at least 1'
   with pytest.raises(ValueError, match=message):
     Integrator(principal_factors=count)

@@ -17,7 +17,7 @@ PACKAGE = ROOT / 'het_plugin'
 # room: the rooms below it that it imports.
 BELOW = {
   'system': set(),
-  'integrate': set(),
+  'integrate': {'system'},
   'heads': {'integrate', 'system'},
   'backbones': {'system'},
   'measures': {'system'},
