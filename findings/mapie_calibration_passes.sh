@@ -6,8 +6,8 @@
 #   one that is not sure enough, whose statistic is far below 0. The p-values of Kolmogorov and Smirnov, and of Kuiper,
 #   see both. `expected_calibration_error` with `split_strategy='array split'` cuts the rows into groups in the order in
 #   which they come, and the largest confidence of each group is the edge of a bin. Nearly all rows are then below all
-#   edges, in one bin, where too high and too low confidences cancel. Label smoothing, and averages over much noise, make
-#   models that are not sure enough.
+#   edges, in one bin, where too high and too low confidences cancel. Label smoothing, and averages over much noise,
+#   make models that are not sure enough.
 # Output seen (20,000 rows):
 #   calibrated: p 0.914 (Kuiper 0.538), ECE 0.009, by 'array split' 0.001
 #   too sure: p 0.000 (Kuiper 0.000), ECE 0.162, by 'array split' 0.001
