@@ -20,7 +20,6 @@ from het_plugin.integrate.integrator import (
   Integrator,
   Location,
   entropy,
-  multi_hot,
 )
 from het_plugin.integrate.samplers import (
   SAMPLERS,
@@ -56,7 +55,6 @@ __all__ = [
   'example_keys',
   'iid',
   'mirrored',
-  'multi_hot',
   'project',
   'shared_key',
   'sobol',

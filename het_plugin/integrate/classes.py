@@ -28,8 +28,8 @@ from het_plugin.integrate.gaussian import (
   Linear,
   LowRank,
   Opaque,
-  apply_projection,
   masked,
+  matmul,
   project,
 )
 from het_plugin.integrate.placement import (
@@ -60,7 +60,7 @@ class Classes:
     phi: [B, D]; None if the vectors contain it, which need one product then.
     location_kernel: W of phi, [D, t]; None for `kernel`.
     bias: b [t], or None.
-    noise: None without noise, and with vectors.
+    noise: `LowRank`; None without noise, and with vectors.
     vectors: [B, n, Q], of one `kind`:
       'samples': the noise of n samples;
       'factors': what normals are multiplied with, and phi as the last row if it is contained.
@@ -73,7 +73,7 @@ class Classes:
   phi: MaybeArray = None
   location_kernel: MaybeArray = None
   bias: MaybeArray = None
-  noise: LowRank | None = None
+  noise: Any = None
   vectors: MaybeArray = None
   kernel: MaybeArray = None
   kind: str = struct.field(pytree_node=False, default='samples')
@@ -173,16 +173,9 @@ class Classes:
     """W [D, t] that makes the location."""
     return self.kernel if self.location_kernel is None else self.location_kernel
 
-  @property
-  def low_rank(self) -> LowRank:
-    """The noise; ValueError if it is given as vectors, or none."""
-    if self.noise is None:
-      raise ValueError('Classes: the noise is no LowRank')
-    return self.noise
-
   def at(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """mu [B, C] and the factors of the noise [B, T, C] of the classes at index int32 [B, C]."""
-    noise = self.low_rank
+    noise = self.noise
     if self.kernel is None:
       if noise.scale is None:
         loading = _take(noise.loading, index)
@@ -203,7 +196,7 @@ def _products(x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
   """x [B, n, Q] times W [Q, t], [B, n, t]; as a product of two matrices, which avoids copies."""
   flat = x.reshape(-1, x.shape[-1])
   if dtype is None or x.dtype == kernel.dtype == dtype:
-    flat = apply_projection(Linear(kernel), flat)
+    flat = matmul(flat, kernel)
   else:
     flat = _product(flat, kernel, dtype)
   return flat.reshape(*x.shape[:2], kernel.shape[-1])
@@ -214,7 +207,7 @@ def _product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
   """x [n, Q] times W [Q, t] in a dtype, summed in that of x; and so is the gradient, whose sums JAX
   would round to the dtype.
   """
-  return apply_projection(Linear(kernel.astype(dtype)), x)
+  return matmul(x, kernel.astype(dtype))
 
 
 def _product_fwd(x: jax.Array, kernel: jax.Array, dtype: Any) -> tuple[jax.Array, tuple]:
@@ -401,38 +394,6 @@ class Tile:
     return (labels[..., None] == self.ids) & self.counts
 
 
-def fold(
-  tiling: Tiling,
-  classes: Classes,
-  body: Callable[[Any, Tile], Any],
-  carry: Any,
-  buckets: jax.Array | None = None,
-  constants: Any = None,
-  arrays: Any = None,
-) -> Any:
-  """The carry after body(carry, tile) of all tiles of this device's classes."""
-  num_classes = classes.num_classes
-  size = min(tiling.tile, num_classes)
-  first_class = tiling.placement.shard_index() * num_classes
-
-  def step(carry: Any, index: jax.Array | int) -> tuple[Any, None]:
-    first = index * size
-    start = jnp.minimum(first, num_classes - size)  # the last tile overlaps the one before
-    local = start + jnp.arange(size)
-    ids = first_class + local
-    counts = (local >= first) & (ids < tiling.num_classes)
-    own = buckets
-    columns = classes
-    if size < num_classes:
-      own = None if buckets is None else jax.lax.dynamic_slice_in_dim(buckets, start, size)
-      columns = classes.columns(start, size)
-    return body(carry, Tile(columns, own, start, ids, counts, constants, arrays)), None
-
-  if size == num_classes:
-    return step(carry, 0)[0]
-  return jax.lax.scan(step, carry, jnp.arange(-(-num_classes // size)))[0]
-
-
 # Sums over classes
 
 
@@ -555,13 +516,18 @@ class EveryClass:
 
     def local(self: EveryClass) -> Best:
       def body(best: Best | None, tile: Tile) -> Best:
-        return best_so_far(best, tile.masked(value(tile)), tile, k, is_rough)
+        return _best_so_far(best, tile.masked(value(tile)), tile, k, is_rough)
 
-      start = None
+      best = None
       if self.is_tiled:
         lowest = self.classes.zeros(k) + 2 * PADDED
-        start = lowest, jnp.zeros_like(lowest, jnp.int32)
-      return best_of_shards(self.tiling, *self.fold(body, start), k)
+        best = lowest, jnp.zeros_like(lowest, jnp.int32)
+      best = self.fold(body, best)
+      axes = self.tiling.placement.vocab
+      if axes is None:
+        return best
+      # In the order of the classes, so that the first of equal ones is kept.
+      return _best_of(*(jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in best), k)
 
     values, ids = self._run(local, 'b')
     return ids, values
@@ -572,9 +538,29 @@ class EveryClass:
     return self.classes.num_classes > self.tiling.tile
 
   def fold(self, body: Callable[[Any, Tile], Any], carry: Any) -> Any:
-    """`fold` of these."""
-    others = self.buckets, self.constants, self.arrays
-    return fold(self.tiling, self.classes, body, carry, *others)
+    """The carry after body(carry, tile) of all tiles of this device's classes."""
+    num_classes = self.classes.num_classes
+    size = min(self.tiling.tile, num_classes)
+    first_class = self.tiling.placement.shard_index() * num_classes
+
+    def step(carry: Any, index: jax.Array | int) -> tuple[Any, None]:
+      first = index * size
+      start = jnp.minimum(first, num_classes - size)  # the last tile overlaps the one before
+      local = start + jnp.arange(size)
+      ids = first_class + local
+      counts = (local >= first) & (ids < self.tiling.num_classes)
+      buckets = self.buckets
+      classes = self.classes
+      if self.is_tiled:
+        if buckets is not None:
+          buckets = jax.lax.dynamic_slice_in_dim(buckets, start, size)
+        classes = classes.columns(start, size)
+      tile = Tile(classes, buckets, start, ids, counts, self.constants, self.arrays)
+      return body(carry, tile), None
+
+    if not self.is_tiled:
+      return step(carry, 0)[0]
+    return jax.lax.scan(step, carry, jnp.arange(-(-num_classes // size)))[0]
 
   def _run(self, local: Callable[['EveryClass'], Any], outputs: Any) -> Any:
     """`local` of each device's part."""
@@ -736,7 +722,7 @@ def _dense(cotangent: Any) -> jax.Array:
 Best = tuple[jax.Array, jax.Array]  # the k largest values [B, k], and their class ids
 
 
-def best_so_far(best: Best | None, values: jax.Array, tile: Tile, k: int, is_rough: bool) -> Best:
+def _best_so_far(best: Best | None, values: jax.Array, tile: Tile, k: int, is_rough: bool) -> Best:
   """The k largest of those that were found before, None at the first tile, and of a tile [B, t]."""
   size = values.shape[-1]
   if is_rough and size >= 2 * NUM_BINS:
@@ -777,19 +763,6 @@ def _top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   at = jnp.broadcast_to(jnp.arange(values.shape[1], dtype=jnp.int32), values.shape)
   values, at = jax.lax.sort((-values, at), num_keys=1)
   return -values[:, :k], at[:, :k]
-
-
-def best_of_shards(tiling: Tiling, values: jax.Array, ids: jax.Array, k: int) -> Best:
-  """The k largest of the candidates [B, n] of all devices that share the classes, inside
-  `shard_map`.
-
-  They come in the order of the classes, so that the first of equal ones is kept.
-  """
-  axes = tiling.placement.vocab
-  if axes is None:
-    return values, ids
-  values, ids = (jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (values, ids))
-  return _best_of(values, ids, k)
 
 
 def top_class(logits: GaussianLogits, max_bytes: int | None = None) -> jax.Array:

@@ -259,14 +259,9 @@ def over_tau(logits: GaussianLogits) -> GaussianLogits:
   )
 
 
-def is_valid(logits: GaussianLogits) -> jax.Array:
-  """bool [Kp], False at padded classes."""
-  return jnp.arange(logits.location.shape[-1]) < logits.num_classes
-
-
 def masked(logits: GaussianLogits, u: jax.Array) -> jax.Array:
   """u [..., Kp] with `PADDED` at padded classes."""
-  return jnp.where(is_valid(logits), u, PADDED)
+  return jnp.where(jnp.arange(u.shape[-1]) < logits.num_classes, u, PADDED)
 
 
 def mirrored(logits: GaussianLogits, sign: jax.Array | float = -1.0) -> GaussianLogits:
@@ -309,12 +304,12 @@ def project(covariance: LowRank, projection: Projection) -> LowRank:
     case Hashed(buckets):
       return jax.tree.map(lambda x: x[..., buckets], covariance)
     case Linear(kernel):
-      loading = _matmul(covariance.dense_loading(), kernel)  # [B, R, Kp]
-      return LowRank(None, loading, _matmul(covariance.diag, kernel), covariance.remainder)
+      loading = matmul(covariance.dense_loading(), kernel)  # [B, R, Kp]
+      return LowRank(None, loading, matmul(covariance.diag, kernel), covariance.remainder)
   raise TypeError(f'no logit-space factors for projection {type(projection).__name__}')
 
 
-def _matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """x [..., Q] @ kernel [Q, K] in the kernel's compute type, accumulated in float32 (or wider)."""
   return jnp.matmul(
     x.astype(kernel.dtype), kernel, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)
@@ -333,5 +328,5 @@ def apply_projection(projection: Projection, eps: jax.Array) -> jax.Array:
     case Hashed(buckets):
       return eps[..., buckets]
     case Linear(kernel):
-      return _matmul(eps, kernel)
+      return matmul(eps, kernel)
   raise TypeError(f'no linear map for projection {type(projection).__name__}')

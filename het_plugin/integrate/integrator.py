@@ -155,11 +155,7 @@ class Integrator:
     return self._draws(logits, keys)
 
   def log_prob(self, logits: GaussianLogits, keys: Keys = None) -> jax.Array:
-    """log p(k | x) of every class.
-
-    Args:
-      logits: logits of B examples.
-      keys: as in `nll`.
+    """log p(k | x) of every class; arguments as in `nll`.
 
     Returns:
       [B, Kp], with padded classes at about -1e30. With a softmax the probabilities of the classes
@@ -206,11 +202,7 @@ class Integrator:
     return not self._link(checked(logits), draws).tiling.is_whole
 
   def log_odds(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
-    """log p(y_k = 1 | x) - log p(y_k = 0 | x) of every class of a sigmoid.
-
-    Args:
-      logits: logits of B examples with the link 'sigmoid'.
-      keys: as in `nll`.
+    """log p(y_k = 1 | x) - log p(y_k = 0 | x) of every class of a sigmoid; arguments as in `nll`.
 
     Returns:
       [B, Kp], with padded classes at about -1e30; accurate also where p rounds to 0 or 1.
@@ -230,11 +222,7 @@ class Integrator:
     or use the same draws, so the difference is at least 0 up to rounding.
 
     Use it for evaluation only: with K sharded, every chunk of samples communicates over the model
-    axis.
-
-    Args:
-      logits: logits of B examples.
-      keys: as in `nll`.
+    axis. Arguments are as in `nll`.
 
     Returns:
       [B], nats. With a sigmoid it is summed over the classes.
@@ -379,11 +367,6 @@ def check_labels(labels: Any, rows: tuple[int, ...], num_classes: int, link: str
   if shape == rows:
     return labels[..., None]
   return labels if shape[-1] else jnp.full_like(labels, -1, shape=(*rows, 1))
-
-
-def multi_hot(labels: jax.Array, num_classes: int) -> jax.Array:
-  """bool [B, num_classes] from int32 [B, L] class ids padded with negative entries."""
-  return (labels[:, :, None] == jnp.arange(num_classes)).any(axis=1)
 
 
 def entropy(u: jax.Array, link: str) -> jax.Array:

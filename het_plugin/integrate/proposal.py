@@ -84,7 +84,7 @@ class Few:
 
 def few_classes(tiling: Tiling, classes: Classes, label: jax.Array | None) -> Few:
   """The few classes for labels int32 [B]; without labels those at the location."""
-  noise = classes.low_rank
+  noise = classes.noise
   z = jnp.zeros_like(noise.diag, shape=(noise.diag.shape[0], noise.num_normals))
   if label is not None:
     mu, factors_of_label = classes.at(label[:, None])
@@ -114,7 +114,7 @@ def _priority(tile: Tile) -> jax.Array:
   z, label = tile.constants
   size = tile.classes.logits(z[:, None])[:, 0]
   if tile.classes.kernel is None:
-    size += _gain(tile.classes.low_rank.variances())
+    size += _gain(tile.classes.noise.variances())
   priority = size - jnp.log((tile.ids + 1).astype(size.dtype) * GOLDEN % 1.0 + 1e-6)
   return priority if label is None else jnp.where(tile.ids == label[:, None], PADDED, priority)
 

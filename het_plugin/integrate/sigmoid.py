@@ -23,6 +23,7 @@ relative (tests).
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ from het_plugin.integrate.gaussian import (
   GaussianLogits,
   Hashed,
   Linear,
-  apply_projection,
+  matmul,
   over_tau,
 )
 from het_plugin.integrate.sampled_logits import Samples
@@ -86,22 +87,10 @@ def log_expected_sigmoid(mean: jax.Array, variance: jax.Array) -> jax.Array:
   return _moments(mean, variance)[0]
 
 
-@log_expected_sigmoid.defjvp
-def _jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-  value, by_mean, by_variance = _moments(*primals)
-  return value, by_mean * tangents[0] + by_variance * tangents[1]
-
-
 @jax.custom_jvp
 def expected_log_odds(mean: jax.Array, variance: jax.Array) -> jax.Array:
   """log p - log(1 - p) of p = E[sigmoid(u)], u ~ N(mean, variance); as `log_expected_sigmoid`."""
   return _log_odds(mean, variance)[0]
-
-
-@expected_log_odds.defjvp
-def _log_odds_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-  value, by_mean, by_variance = _log_odds(*primals)
-  return value, by_mean * tangents[0] + by_variance * tangents[1]
 
 
 def expected_entropy(mean: jax.Array, variance: jax.Array) -> jax.Array:
@@ -149,6 +138,15 @@ def _log_odds(mean: jax.Array, variance: jax.Array) -> Triple:
   sign = jnp.where(mean > 0, -1.0, 1.0).astype(mean.dtype)
   log_odds = sign * (log_q - jnp.log1p(-q))
   return log_odds, by_mean / (1.0 - q), sign * by_variance / (1.0 - q)
+
+
+def _jvp(function: Callable[..., Triple], primals: tuple, tangents: tuple) -> tuple:
+  value, by_mean, by_variance = function(*primals)
+  return value, by_mean * tangents[0] + by_variance * tangents[1]
+
+
+log_expected_sigmoid.defjvp(functools.partial(_jvp, _moments))
+expected_log_odds.defjvp(functools.partial(_jvp, _log_odds))
 
 
 def _complement(
@@ -311,8 +309,7 @@ def _marginals(tile: Tile) -> tuple[jax.Array, MaybeArray]:
     mean = mu[:, 0]
     variance = jnp.square(rows).sum(axis=1)
   if spread is not None and classes.kernel is not None:
-    squares = Linear(jnp.square(classes.kernel))
-    variance += apply_projection(squares, spread[:, None])[:, 0]
+    variance += matmul(spread, jnp.square(classes.kernel))
   return mean if classes.bias is None else mean + classes.bias, variance
 
 
