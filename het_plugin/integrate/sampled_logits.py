@@ -10,7 +10,7 @@ B examples, S samples, s of them in a chunk, K classes, T normals of a sample, Q
 
 import dataclasses
 from collections.abc import Callable
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,18 +40,18 @@ from het_plugin.integrate.samplers import Sampler, sobol, source
 
 
 @struct.dataclass
-class Chunk:
-  """Some samples.
+class Drawn:
+  """What tiles have beside the classes of some samples.
 
   Attributes:
-    classes: what their logits are made from.
     z: normals [B, s, T] for `Classes.logits`, or None.
     log_weight: [B, s], `PADDED` and less for samples that do not count; None if all count alike.
+    labels: int32 [B, L], or None.
   """
 
-  classes: Classes
   z: jax.Array | None = None
   log_weight: jax.Array | None = None
+  labels: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,18 +62,27 @@ class Samples:
     tiling: how classes are cut.
     num_samples: S.
     num_chunks: of the samples.
-    chunk: number of a chunk -> `Chunk`.
+    chunk: number of a chunk, and labels or None -> its classes, with `Drawn` as constants.
   """
 
   tiling: Tiling
   num_samples: int
   num_chunks: int
-  chunk: Callable[[jax.Array | int], Chunk]
+  chunk: Callable[..., EveryClass]
 
   @classmethod
   def of_location(cls, logits: GaussianLogits, max_bytes: int | None) -> Self:
     """The one sample of logits without noise."""
-    return cls(Tiling.of(logits, 1, max_bytes), 1, 1, lambda _: Chunk(classes_of(logits)))
+    return cls.of_one(EveryClass(Tiling.of(logits, 1, max_bytes), classes_of(logits)))
+
+  @classmethod
+  def of_one(cls, every_class: EveryClass, **attributes: Any) -> Self:
+    """One chunk, which counts as one sample; with the attributes that a class adds."""
+
+    def chunk(_: int, labels: jax.Array | None = None) -> EveryClass:
+      return dataclasses.replace(every_class, constants=Drawn(labels=labels))
+
+    return cls(every_class.tiling, 1, 1, chunk, **attributes)
 
   @classmethod
   def at(
@@ -93,7 +102,7 @@ class Samples:
     batch = logits.location.shape[0]
     noise = logits.noise
 
-    def chunk(c: jax.Array | int) -> Chunk:
+    def chunk(c: jax.Array | int, labels: jax.Array | None = None) -> EveryClass:
       index = c * size + np.arange(size, dtype=np.int32)  # a constant of the only chunk
       log_weight = draws.log_weight(index)
       if num_samples % size:
@@ -107,51 +116,51 @@ class Samples:
       # Shared draws are repeated per example: as one product for the batch, with classes and
       # examples in one dimension, samples took 1.6 times as long on a CPU.
       z = jnp.broadcast_to(z, (batch, *z.shape[1:])).astype(noise.diag.dtype)
-      return Chunk(*_classes_at(logits, z, num_samples), log_weight)
+      classes, z = _classes_at(logits, z, num_samples)
+      return EveryClass(tiling, classes, Drawn(z, log_weight, labels))
 
     return cls(tiling, num_samples, num_chunks, chunk)
 
-  def each(self, function: Callable[[Chunk], jax.Array]) -> jax.Array:
+  def each(
+    self, function: Callable[[EveryClass], jax.Array], labels: jax.Array | None = None
+  ) -> jax.Array:
     """function(chunk) of every chunk, stacked; the backward pass draws each chunk again."""
     if self.num_chunks == 1:
-      return function(self.chunk(0))[None]
-    run = jax.checkpoint(lambda c: function(self.chunk(c)), prevent_cse=False)
+      return function(self.chunk(0, labels))[None]
+    run = jax.checkpoint(lambda c: function(self.chunk(c, labels)), prevent_cse=False)
     return jax.lax.map(run, jnp.arange(self.num_chunks))
 
-  def log_sum_exp(self, function: Callable[[Chunk], jax.Array]) -> jax.Array:
-    """log of the sum of exp(function(chunk)) over chunks."""
-    first = function(self.chunk(0))
+  def log_prob(self, labels: jax.Array | None = None) -> jax.Array:
+    """log p [B, Kp], anything at padded classes; of a sigmoid with labels, log p(y_k)."""
+
+    def of_chunk(c: jax.Array | int) -> jax.Array:
+      return self.prepared(self.chunk(c, labels)).values(self.log_p_of)
+
+    first = of_chunk(0)
     if self.num_chunks == 1:
       return first
 
     @jax.checkpoint
     def add(total: jax.Array, c: jax.Array) -> jax.Array:
-      return jnp.logaddexp(total, function(self.chunk(c)))
+      return jnp.logaddexp(total, of_chunk(c))
 
     rest = jnp.arange(1, self.num_chunks)
     return jax.lax.scan(lambda total, c: (add(total, c), None), first, rest)[0]
 
-  def log_prob(self, labels: jax.Array | None = None) -> jax.Array:
-    """log p [B, Kp], anything at padded classes; of a sigmoid with labels, log p(y_k)."""
-    return self.log_sum_exp(lambda chunk: self.every_class(chunk, labels).values(self.log_p_of))
-
   def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
     """The k most probable classes int32 [B, k], and log p [B, k]."""
     if self.num_chunks == 1:
-      return self.every_class(self.chunk(0)).top_k(self.log_p_of, k)
+      return self.prepared(self.chunk(0)).top_k(self.log_p_of, k)
     return EveryClass(self.tiling, Classes(self.log_prob()[:, None])).top_k(mean_of_class, k)
 
   def expected_entropy(self) -> jax.Array:
     """The entropy given the noise, averaged over samples, [B]."""
+    of_chunks = self.each(lambda chunk: self.prepared(chunk).total(self.entropies))
+    return of_chunks.sum(axis=0) / self.num_samples
 
-    def of_chunk(chunk: Chunk) -> jax.Array:
-      return self.every_class(chunk).total(self.entropies)
-
-    return self.each(of_chunk).sum(axis=0) / self.num_samples
-
-  def every_class(self, chunk: Chunk, labels: jax.Array | None = None) -> EveryClass:
-    """The classes of some samples; constants are their normals and weights, and the labels."""
-    return EveryClass(self.tiling, chunk.classes, (chunk.z, chunk.log_weight, labels))
+  def prepared(self, chunk: EveryClass) -> EveryClass:
+    """The chunk, with what `log_p_of` and `entropies` need of all classes."""
+    return chunk
 
   def log_p_of(self, tile: Tile) -> jax.Array:
     """log of sum_s p_s / S over the samples of a chunk, [B, t]."""

@@ -221,17 +221,13 @@ def _last_and_squares_jvp(primals: tuple, tangents: tuple) -> tuple:
 # The link
 
 
-@dataclasses.dataclass(frozen=True)
-class ExactSigmoid:
+class ExactSigmoid(Samples):
   """log p of a sigmoid by the marginals of the logits; without noise, their variance is 0.
 
-  Attributes:
-    every_class: the location's classes, with factors of HET-XL, the noise of HET or the buckets of
-      HET-H. The arrays are variances [B, Q] of independent noise of HET-XL's dimensions or of
-      HET-H's buckets, or None.
+  Its one chunk has the location's classes, with factors of HET-XL, the noise of HET or the buckets
+  of HET-H. The arrays are variances [B, Q] of independent noise of HET-XL's dimensions or of
+  HET-H's buckets, or None.
   """
-
-  every_class: EveryClass
 
   @classmethod
   def of(
@@ -265,32 +261,28 @@ class ExactSigmoid:
       num_values = NUM_VALUES + (noise.num_factors if noise.scale is None else 0)
       classes = Classes(location=logits.location[:, None], noise=noise)
     tiling = Tiling.of(logits, num_values, max_bytes)
-    return cls(EveryClass(tiling, classes, arrays=spread, buckets=buckets))
-
-  @property
-  def tiling(self) -> Tiling:
-    """How classes are cut."""
-    return self.every_class.tiling
+    return cls.of_one(EveryClass(tiling, classes, arrays=spread, buckets=buckets))
 
   def nll(self, labels: jax.Array) -> jax.Array:
     """The sum over classes of -log p(y_k), [B], with y_k = 1 for the labels int32 [B, L]."""
-    return -dataclasses.replace(self.every_class, constants=labels).total(_log_p)
-
-  def log_prob(self) -> jax.Array:
-    """log p(y_k = 1) [B, Kp]."""
-    return self.every_class.values(_log_p)
+    return -self.chunk(0, labels).total(self.log_p_of)
 
   def log_odds(self) -> jax.Array:
     """log p(y_k = 1) - log p(y_k = 0) [B, Kp]."""
-    return self.every_class.values(_log_odds_of_class)
+    return self.chunk(0).values(_log_odds_of_class)
 
-  def expected_entropy(self) -> jax.Array:
-    """The entropy given the noise, summed over classes, [B]."""
-    return self.every_class.total(_entropy)
+  def log_p_of(self, tile: Tile) -> jax.Array:
+    """As in `Samples`, of y_k = 1, or of the signs of labels."""
+    mean, variance = _marginals(tile)
+    labels = tile.constants.labels
+    if labels is not None:
+      mean = mean * sign_of(tile, labels)
+    return jax.nn.log_sigmoid(mean) if variance is None else log_expected_sigmoid(mean, variance)
 
-  def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k classes int32 [B, k] with the largest log p(y_k = 1), and that [B, k]."""
-    return self.every_class.top_k(_log_p, k)
+  def entropies(self, tile: Tile) -> jax.Array:
+    """As in `Samples`."""
+    mean, variance = _marginals(tile)
+    return binary_entropy(mean) if variance is None else expected_entropy(mean, variance)
 
 
 def _marginals(tile: Tile) -> tuple[jax.Array, MaybeArray]:
@@ -313,14 +305,6 @@ def _marginals(tile: Tile) -> tuple[jax.Array, MaybeArray]:
   return mean if classes.bias is None else mean + classes.bias, variance
 
 
-def _log_p(tile: Tile) -> jax.Array:
-  """log p(y_k = 1) [B, t], or at the signs of labels that are the constants."""
-  mean, variance = _marginals(tile)
-  if tile.constants is not None:
-    mean = mean * sign_of(tile, tile.constants)
-  return jax.nn.log_sigmoid(mean) if variance is None else log_expected_sigmoid(mean, variance)
-
-
 def sign_of(tile: Tile, labels: jax.Array) -> jax.Array:
   """1 at classes that are labels int32 [B, L], and -1 elsewhere, [B, t]."""
   return jnp.where(tile.is_label(labels).any(axis=1), 1.0, -1.0)
@@ -329,11 +313,6 @@ def sign_of(tile: Tile, labels: jax.Array) -> jax.Array:
 def _log_odds_of_class(tile: Tile) -> jax.Array:
   mean, variance = _marginals(tile)
   return mean if variance is None else expected_log_odds(mean, variance)
-
-
-def _entropy(tile: Tile) -> jax.Array:
-  mean, variance = _marginals(tile)
-  return binary_entropy(mean) if variance is None else expected_entropy(mean, variance)
 
 
 def binary_entropy(u: jax.Array) -> jax.Array:
@@ -348,7 +327,7 @@ def marginals(logits: GaussianLogits) -> tuple[jax.Array, jax.Array]:
 
   No opaque projection has them.
   """
-  every_class = ExactSigmoid.of(over_tau(logits)).every_class
+  every_class = ExactSigmoid.of(over_tau(logits)).chunk(0)
   whole = dataclasses.replace(every_class.tiling, tile=logits.location.shape[-1])
   every_class = dataclasses.replace(every_class, tiling=whole)
   mean = every_class.values(lambda tile: _marginals(tile)[0])
@@ -380,8 +359,9 @@ class SampledSigmoid(Samples):
 
   def log_p_of(self, tile: Tile) -> jax.Array:
     """As in `Samples`, of y_k = 1, or of the signs of labels."""
-    z, log_weight, labels = tile.constants
-    u = tile.classes.logits(z)
+    labels = tile.constants.labels
+    log_weight = tile.constants.log_weight
+    u = tile.classes.logits(tile.constants.z)
     x = u if labels is None else u * sign_of(tile, labels)[:, None].astype(u.dtype)
     if log_weight is not None:  # 0, or far below it where a sample does not count
       x = jnp.where(log_weight[..., None] < 0, 2 * PADDED, x)  # which makes all that follows 0
@@ -389,8 +369,8 @@ class SampledSigmoid(Samples):
 
   def entropies(self, tile: Tile) -> jax.Array:
     """As in `Samples`."""
-    z, log_weight, _ = tile.constants
-    entropies = binary_entropy(tile.classes.logits(z))
+    log_weight = tile.constants.log_weight
+    entropies = binary_entropy(tile.classes.logits(tile.constants.z))
     if log_weight is not None:
       entropies = jnp.where(log_weight[..., None] < 0, 0.0, entropies)
     return entropies.sum(axis=1)

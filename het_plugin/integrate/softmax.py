@@ -45,11 +45,9 @@ from het_plugin.integrate.classes import (
 )
 from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Hashed
 from het_plugin.integrate.placement import num_shards
-from het_plugin.integrate.sampled_logits import Chunk, Samples
+from het_plugin.integrate.sampled_logits import Samples
 
 NUM_BUCKET_ROWS = 8  # values per class and example of HET-H's location and its reductions
-
-Pair = tuple[jax.Array, jax.Array]
 
 
 class Softmax(Samples):
@@ -62,27 +60,27 @@ class Softmax(Samples):
   def log_p_at(self, labels: jax.Array) -> jax.Array:
     """log p [B, L] at labels int32 [B, L]; undefined at labels outside [0, K)."""
 
-    def of_chunk(chunk: Chunk) -> jax.Array:
-      found = Samples.every_class(self, chunk, labels).sums(_terms)
+    def of_chunk(chunk: EveryClass) -> jax.Array:
+      found = chunk.sums(_terms)
       # u - maximum is exact: log-probabilities near 0 keep their digits.
       log_p = (found.sums - found.top[..., None]) - found.log_total[..., None]  # [B, s, L]
-      return log_p if chunk.log_weight is None else log_p + chunk.log_weight[..., None]
+      log_weight = chunk.constants.log_weight
+      return log_p if log_weight is None else log_p + log_weight[..., None]
 
-    of_samples = self.each(of_chunk)  # [C, B, s, L]
+    of_samples = self.each(of_chunk, labels)  # [C, B, s, L]
     return jax.nn.logsumexp(of_samples, axis=(0, 2), b=1.0 / self.num_samples)
 
-  def every_class(self, chunk: Chunk, labels: jax.Array | None = None) -> EveryClass:
+  def prepared(self, chunk: EveryClass) -> EveryClass:
     """As in `Samples`; the arrays are the maximum and log Z, None if a tile has all classes."""
-    every_class = super().every_class(chunk, labels)
     if self.tiling.is_whole and self.tiling.placement.vocab is None:
-      return every_class
-    found = every_class.sums(_terms)
-    return dataclasses.replace(every_class, arrays=(found.top, found.log_total))
+      return chunk
+    found = chunk.sums(_terms)
+    return dataclasses.replace(chunk, arrays=(found.top, found.log_total))
 
   def log_p_of(self, tile: Tile) -> jax.Array:
     """As in `Samples`."""
     log_p = _log_p(tile)
-    log_weight = tile.constants[1]
+    log_weight = tile.constants.log_weight
     if log_weight is not None:
       log_p = log_p + log_weight[..., None]
     if self.num_samples == 1:
@@ -92,7 +90,7 @@ class Softmax(Samples):
   def entropies(self, tile: Tile) -> jax.Array:
     """As in `Samples`."""
     log_p = _log_p(tile)
-    log_weight = tile.constants[1]
+    log_weight = tile.constants.log_weight
     p = jnp.exp(log_p if log_weight is None else log_p + log_weight[..., None])
     return -(p * log_p).sum(axis=1)
 
@@ -106,7 +104,7 @@ def _mean_of_labels(log_p: jax.Array, labels: jax.Array) -> jax.Array:
 
 def _log_p(tile: Tile) -> jax.Array:
   """log softmax(u) [B, s, t] of a tile; without sums the tile has all classes."""
-  u = tile.masked(tile.classes.logits(tile.constants[0]))
+  u = tile.masked(tile.classes.logits(tile.constants.z))
   if tile.arrays is None:
     top = jax.lax.stop_gradient(u.max(axis=-1))
     log_total = jnp.log(jnp.exp(u - top[..., None]).sum(axis=-1))
@@ -120,8 +118,8 @@ def _log_p(tile: Tile) -> jax.Array:
 
 def _terms(tile: Tile) -> Terms:
   """Of the sums of exp(u) for each sample, and u [B, s, L] at the labels, 0 outside [0, K)."""
-  z, _, labels = tile.constants
-  u = tile.masked(tile.classes.logits(z))
+  labels = tile.constants.labels
+  u = tile.masked(tile.classes.logits(tile.constants.z))
   return Terms(u, None if labels is None else _at_labels(u, labels, tile))
 
 
@@ -154,16 +152,16 @@ def fewer_buckets(logits: GaussianLogits) -> MaybeArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class BucketSoftmax:
+class BucketSoftmax(Softmax):
   """log p of HET-H, as a softmax over buckets and the shares of classes in them.
 
+  Its one chunk has the location's classes, with their buckets.
+
   Attributes:
-    every_class: the location's classes, with their buckets.
     logits: of HET-H, over tau.
     softmax: logits over tau of the buckets, and labels among them or None -> `Softmax`.
   """
 
-  every_class: EveryClass
   logits: GaussianLogits
   softmax: Callable[[GaussianLogits, jax.Array | None], Softmax]
 
@@ -177,22 +175,13 @@ class BucketSoftmax:
     """The link of logits that have fewer buckets than classes."""
     tiling = Tiling.of(logits, NUM_BUCKET_ROWS, max_bytes)
     every_class = EveryClass(tiling, classes_of(logits), buckets=fewer_buckets(logits))
-    return cls(every_class, logits, softmax)
-
-  @property
-  def tiling(self) -> Tiling:
-    """How classes are cut."""
-    return self.every_class.tiling
-
-  def nll(self, labels: jax.Array) -> jax.Array:
-    """The mean of -log p over the labels, [B] (`Softmax.nll`)."""
-    return _mean_of_labels(self.log_p_at(labels), labels)
+    return cls.of_one(every_class, logits=logits, softmax=softmax)
 
   def log_p_at(self, labels: jax.Array) -> jax.Array:
     """log p [B, L] at labels (`Softmax.log_p_at`)."""
     found, of_buckets = self.sums(labels)
     inside = (labels >= 0) & (labels < self.logits.num_classes)
-    of_label = self.every_class.buckets[jnp.where(inside, labels, 0)]
+    of_label = self.chunk(0).buckets[jnp.where(inside, labels, 0)]
     top, log_total = (
       jnp.take_along_axis(x, of_label, axis=-1, mode='promise_in_bounds')
       for x in (found.top, found.log_total)
@@ -201,18 +190,23 @@ class BucketSoftmax:
     log_p = self.softmax(of_buckets, of_label).log_p_at(of_label)
     return (found.sums - top) - log_total + log_p
 
-  def log_prob(self) -> jax.Array:
-    """log p [B, Kp] (`Softmax.log_prob`)."""
-    return self._parts()[0].values(_log_p_of_bucket)
-
-  def top_k(self, k: int) -> Pair:
-    """The k most probable classes (`Softmax.top_k`)."""
-    return self._parts()[0].top_k(_log_p_of_bucket, k)
-
   def expected_entropy(self) -> jax.Array:
     """The entropy given the noise, [B] (`Softmax.expected_entropy`)."""
     every_class, softmax = self._parts()
-    return softmax.expected_entropy() + every_class.total(_entropy_in_bucket)
+    return softmax.expected_entropy() + every_class.total(self.entropies)
+
+  def prepared(self, chunk: EveryClass) -> EveryClass:
+    """As in `Samples`; the arrays are of the buckets: maximum and log sum [B, H], and log p."""
+    return self._parts()[0]
+
+  def log_p_of(self, tile: Tile) -> jax.Array:
+    """As in `Samples`."""
+    return _log_share(tile) + tile.arrays[2][:, tile.buckets]
+
+  def entropies(self, tile: Tile) -> jax.Array:
+    """-p(h) p(k | h) log p(k | h) [B, t], whose sum is H(y | h)."""
+    log_share = tile.masked(_log_share(tile))
+    return -jnp.exp(log_share + tile.arrays[2][:, tile.buckets]) * log_share
 
   def sums(self, labels: jax.Array | None = None) -> tuple[Sums, GaussianLogits]:
     """The sums of exp(mu) in each bucket [B, H], and mu [B, L] at the labels, 0 outside [0, K); and
@@ -221,7 +215,7 @@ class BucketSoftmax:
     noise = self.logits.noise
     num_buckets = noise.diag.shape[-1]
     terms = functools.partial(_bucket_terms, num_buckets)
-    found = dataclasses.replace(self.every_class, constants=labels).sums(terms)
+    found = self.chunk(0, labels).sums(terms)
     location = jnp.maximum(found.top + found.log_total, PADDED)
     rest = -num_buckets % num_shards('vocab')
     location, noise = jax.tree.map(
@@ -234,7 +228,7 @@ class BucketSoftmax:
     found, of_buckets = self.sums()
     softmax = self.softmax(of_buckets, None)
     arrays = found.top, found.log_total, softmax.log_prob()
-    return dataclasses.replace(self.every_class, arrays=arrays), softmax
+    return dataclasses.replace(self.chunk(0), arrays=arrays), softmax
 
 
 def _log_share(tile: Tile) -> jax.Array:
@@ -244,20 +238,9 @@ def _log_share(tile: Tile) -> jax.Array:
   return (tile.classes.logits()[:, 0] - top[:, own]) - log_total[:, own]
 
 
-def _log_p_of_bucket(tile: Tile) -> jax.Array:
-  """log p [B, t]."""
-  return _log_share(tile) + tile.arrays[2][:, tile.buckets]
-
-
-def _entropy_in_bucket(tile: Tile) -> jax.Array:
-  """-p(h) p(k | h) log p(k | h) [B, t], whose sum is H(y | h)."""
-  log_share = tile.masked(_log_share(tile))
-  return -jnp.exp(log_share + tile.arrays[2][:, tile.buckets]) * log_share
-
-
 def _bucket_terms(num_buckets: int, tile: Tile) -> Terms:
   """Of the sums of exp(mu) in each bucket, and mu [B, L] at the labels."""
-  labels = tile.constants
+  labels = tile.constants.labels
   mu = tile.masked(tile.classes.logits())  # [B, 1, t]
   at = None if labels is None else _at_labels(mu, labels, tile)[:, 0]
   return Terms(mu[:, 0], at, num_buckets=num_buckets)
