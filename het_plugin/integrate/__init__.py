@@ -15,23 +15,10 @@ from het_plugin.integrate.gaussian import (
   mirrored,
   project,
 )
-from het_plugin.integrate.integrator import (
-  AnyIntegrator,
-  Integrator,
-  Location,
-  entropy,
-)
-from het_plugin.integrate.samplers import (
-  SAMPLERS,
-  example_keys,
-  iid,
-  shared_key,
-  sobol,
-)
+from het_plugin.integrate.integrator import AnyIntegrator, Integrator, Location, entropy
+from het_plugin.integrate.samplers import SAMPLERS, example_keys, iid, shared_key, sobol
 
-CONFIGURABLES = {
-  'integrator': ('Integrator', 'Location'),
-}
+CONFIGURABLES = {'integrator': ('Integrator', 'Location')}
 # Settings that may change between two starts of a run without changing its results
 # (config/changes.py).
 SAME_RESULTS = ('Integrator.max_bytes',)

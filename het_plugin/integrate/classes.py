@@ -32,12 +32,7 @@ from het_plugin.integrate.gaussian import (
   matmul,
   project,
 )
-from het_plugin.integrate.placement import (
-  Placement,
-  budget,
-  bytes_per_device,
-  num_shards,
-)
+from het_plugin.integrate.placement import Placement, budget, bytes_per_device, num_shards
 
 # Where the logits of all classes are more than the budget, the arrays of a tile take a half of it.
 TILE_SHARE = 2
@@ -336,18 +331,6 @@ class Tiling:
     """Whether there is one tile of all classes, whose values may be kept."""
     return self.tile >= self.num_classes
 
-  def sum_of_shards(self, x: jax.Array) -> jax.Array:
-    """The sum over the devices that have other classes; inside `Placement.shard_map`."""
-    axes = self.placement.vocab
-    return x if axes is None else jax.lax.psum(x, axes)
-
-  def highest(self, top: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The maximum of all shards, and the factor that makes this shard's sums relative to it."""
-    axes = self.placement.vocab
-    top = jax.lax.stop_gradient(top)
-    highest = top if axes is None else jax.lax.pmax(top, axes)
-    return highest, jnp.exp(top - highest)
-
 
 def placement_of(logits: GaussianLogits) -> Placement:
   """The placement; ValueError if the mesh does not divide the classes."""
@@ -570,15 +553,19 @@ class EveryClass:
 
 def _sums_of_device(terms: TermsOf, every_class: EveryClass) -> Sums:
   """The sums over all classes; `each` of this device's alone."""
-  tiling = every_class.tiling
   if every_class.is_tiled:
     found = _sums_in_tiles(terms, every_class)
   else:
     found = _sums(terms, every_class)[0]
-  if found.top is not None:
-    top, scale = tiling.highest(found.top)
-    found = dataclasses.replace(found, top=top, total=tiling.sum_of_shards(found.total * scale))
-  return dataclasses.replace(found, sums=jax.tree.map(tiling.sum_of_shards, found.sums))
+  axes = every_class.tiling.placement.vocab or ()
+  total = found.total
+  top = found.top
+  if top is not None:
+    own = jax.lax.stop_gradient(top)
+    top = jax.lax.pmax(own, axes)
+    total *= jnp.exp(own - top)
+  total, sums = jax.lax.psum((total, found.sums), axes)
+  return dataclasses.replace(found, top=top, total=total, sums=sums)
 
 
 def _sums(

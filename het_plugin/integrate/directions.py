@@ -129,11 +129,6 @@ def rotation_to(rows: jax.Array) -> Rotation:
   return jax.lax.fori_loop(0, count, reflect, start)[1:]
 
 
-def orthonormal(rows: jax.Array) -> jax.Array:
-  """Orthonormal rows [B, m, T], m <= T, that span the rows given; also where those span less."""
-  return rotated(jnp.eye(*rows.shape[1:], dtype=rows.dtype)[None], rotation_to(rows))
-
-
 # Fewer factors
 
 
@@ -173,10 +168,11 @@ def principal_axes(factors: jax.Array, count: int) -> jax.Array:
   # A constant of the program, as in `principal_directions`.
   start = np.random.RandomState(0).normal(size=(count, factors.shape[1])).astype(np.float32)
   axes = jnp.broadcast_to(start.astype(factors.dtype), (factors.shape[0], *start.shape))
+  leading = jnp.eye(*start.shape, dtype=factors.dtype)[None]
   for _ in range(NUM_AXIS_ROUNDS):
     for _ in range(NUM_PRODUCTS):
       axes = jnp.matmul(axes, gram, precision=HIGHEST)
-    axes = orthonormal(axes)
+    axes = rotated(leading, rotation_to(axes))  # orthonormal, also where they span less than m
   return axes
 
 

@@ -27,13 +27,7 @@ from het_plugin.integrate.classes import (
   noisy_classes,
 )
 from het_plugin.integrate.directions import Draws
-from het_plugin.integrate.gaussian import (
-  PADDED,
-  GaussianLogits,
-  Linear,
-  Opaque,
-  apply_projection,
-)
+from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Linear, Opaque, apply_projection
 from het_plugin.integrate.placement import budget, bytes_per_device
 from het_plugin.integrate.proposal import Chosen
 from het_plugin.integrate.samplers import Sampler, sobol, source

@@ -20,7 +20,6 @@ float64 by at most 1e-6 and half a unit in its last place, and its derivatives b
 relative (tests).
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -29,23 +28,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from het_plugin.integrate.classes import (
-  Classes,
-  EveryClass,
-  MaybeArray,
-  Tile,
-  Tiling,
-  classes_of,
-)
+from het_plugin.integrate.classes import Classes, EveryClass, MaybeArray, Tile, Tiling, classes_of
 from het_plugin.integrate.directions import reduced
-from het_plugin.integrate.gaussian import (
-  PADDED,
-  GaussianLogits,
-  Hashed,
-  Linear,
-  matmul,
-  over_tau,
-)
+from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Hashed, Linear, matmul, over_tau
 from het_plugin.integrate.sampled_logits import Samples
 
 # p_i and s_i, ascending in s_i. Fitted by reweighted least squares on x in [0, 44], and to the
@@ -327,9 +312,7 @@ def marginals(logits: GaussianLogits) -> tuple[jax.Array, jax.Array]:
 
   No opaque projection has them.
   """
-  every_class = ExactSigmoid.of(over_tau(logits)).chunk(0)
-  whole = dataclasses.replace(every_class.tiling, tile=logits.location.shape[-1])
-  every_class = dataclasses.replace(every_class, tiling=whole)
+  every_class = ExactSigmoid.of(over_tau(logits), max_bytes=2**62).chunk(0)
   mean = every_class.values(lambda tile: _marginals(tile)[0])
   if logits.covariance is None:
     return mean, jnp.zeros_like(mean)

@@ -55,7 +55,10 @@ class Softmax(Samples):
 
   def nll(self, labels: jax.Array) -> jax.Array:
     """The mean of -log p over the labels int32 [B, L], [B]; padding is negative."""
-    return _mean_of_labels(self.log_p_at(labels), labels)
+    log_p = self.log_p_at(labels)
+    listed = labels >= 0
+    count = listed.sum(-1, dtype=log_p.dtype)
+    return -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(count, 1)
 
   def log_p_at(self, labels: jax.Array) -> jax.Array:
     """log p [B, L] at labels int32 [B, L]; undefined at labels outside [0, K)."""
@@ -93,13 +96,6 @@ class Softmax(Samples):
     log_weight = tile.constants.log_weight
     p = jnp.exp(log_p if log_weight is None else log_p + log_weight[..., None])
     return -(p * log_p).sum(axis=1)
-
-
-def _mean_of_labels(log_p: jax.Array, labels: jax.Array) -> jax.Array:
-  """The mean of -log p [B, L] over labels, [B]."""
-  listed = labels >= 0
-  count = listed.sum(-1, dtype=log_p.dtype)
-  return -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(count, 1)
 
 
 def _log_p(tile: Tile) -> jax.Array:
