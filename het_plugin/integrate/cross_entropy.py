@@ -150,9 +150,8 @@ def cross_entropy(
   if keys is not None or integrator is not None:
     raise ValueError('cross_entropy: keys and integrator have no effect without noise: leave them')
   of_labels = make_labels(phi, labels, weights, label_arrays, settings)
-  if not (isinstance(temperature, int | float) and temperature == 1):
-    phi = _over(phi, temperature)
-    bias = None if bias is None else _over(bias, temperature)
+  phi = _over(phi, temperature)
+  bias = None if bias is None else _over(bias, temperature)
   loss = sharding.run(functools.partial(_loss, settings), phi, kernel, bias, of_labels)
   if isinstance(of_labels, Soft):
     return loss
@@ -457,7 +456,7 @@ def _explicit_axes(mesh: Any) -> list[str]:
 
 
 def _names(axes: Any) -> tuple[str, ...]:
-  return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+  return () if axes is None else tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
 def _noisy(
@@ -494,15 +493,14 @@ def _check_arrays(
   temperature: jax.Array | float,
   label_arrays: tuple[jax.Array, ...],
 ) -> None:
-  is_matrix = kernel.ndim == 2 and phi.ndim >= 2 and phi.shape[-1] == kernel.shape[0]
-  if not is_matrix or (bias is not None and bias.shape != kernel.shape[1:]):
+  arrays = (phi, kernel) if bias is None else (phi, kernel, bias)
+  fits = kernel.ndim == 2 and phi.ndim >= 2 and phi.shape[-1] == kernel.shape[0]
+  fits = fits and (bias is None or bias.shape == kernel.shape[1:])
+  if not fits or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
     raise ValueError(
-      'cross_entropy: phi must be [..., D], kernel [D, K] and bias [K] or None; got '
-      f'{phi.shape}, {kernel.shape} and {None if bias is None else bias.shape}'
+      'cross_entropy: phi must be [..., D], kernel [D, K] and bias [K] or None, of floating types; '
+      f'got {", ".join(f"{x.dtype} {x.shape}" for x in arrays)}'
     )
-  for name, x in (('phi', phi), ('kernel', kernel)):
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-      raise ValueError(f'cross_entropy: {name} must be of a floating type; got {x.dtype}')
   is_number = isinstance(temperature, (numbers.Real, np.ndarray, jax.Array))
   is_known = not isinstance(temperature, core.Tracer)
   if not is_number or np.size(temperature) != 1 or (is_known and not 0 < temperature < math.inf):

@@ -364,9 +364,7 @@ def check_labels(labels: Any, rows: tuple[int, ...], num_classes: int, link: str
       if link == 'sigmoid' or (values.size > 8 and (values.sum(-1) == 1).all()):
         raise ValueError(f'labels are {shape} of 0 and 1, not class ids{of_marks}')
   labels = jnp.asarray(labels, jnp.int32)  # int8 cannot hold K
-  if shape == rows:
-    return labels[..., None]
-  return labels if shape[-1] else jnp.full_like(labels, -1, shape=(*rows, 1))
+  return labels[..., None] if shape == rows else labels
 
 
 def entropy(u: jax.Array, link: str) -> jax.Array:

@@ -382,6 +382,20 @@ def test_forward_mode_over_the_gradient(link, tile):
   assert_close(found, expected)
 
 
+@pytest.mark.parametrize('name', ['ids', 'weights', 'function'])
+def test_examples_may_have_two_dimensions(name):
+  case = CASES[name]
+  phi, kernel, bias = arrays()
+
+  def in_twos(x):
+    return x.reshape(2, N // 2, *x.shape[1:]) if hasattr(x, 'shape') and x.shape else x
+
+  labels, settings = jax.tree.map(in_twos, (case.labels, case.settings))
+  found = cross_entropy(in_twos(phi), kernel, bias, labels, **settings)
+  expected = cross_entropy(phi, kernel, bias, case.labels, **case.settings)
+  np.testing.assert_array_equal(found, in_twos(expected))
+
+
 @pytest.mark.parametrize('dtype', [np.int8, np.uint8, np.int64, list])
 def test_labels_may_be_narrow_or_a_list(dtype):
   phi, kernel, bias = arrays()
@@ -398,7 +412,7 @@ NOISE = LowRank(jnp.ones((N, D)), jnp.ones((2, D)), jnp.ones((N, D)))
   'change,words',
   [
     ({'kernel': jnp.ones(())}, r'phi must be \[..., D\]'),
-    ({'phi': jnp.ones((N, D), int)}, 'phi must be of a floating type; got int32'),
+    ({'phi': jnp.ones((N, D), int)}, r'of floating types; got int32 \(8, 6\), float32'),
     ({'labels': np.eye(N, K, dtype=int)}, r'labels are \(8, 40\) of 0 and 1, not class ids'),
     ({'labels': IDS > 0}, 'labels must be class ids of an integer type; got bool'),
     ({'labels': IDS[:3]}, r"labels must be \(8,\) or \(8, 'L'\); got \(3,\)"),
@@ -432,6 +446,7 @@ NOISE = LowRank(jnp.ones((N, D)), jnp.ones((2, D)), jnp.ones((N, D)))
     ({'label_smoothing': 1.0}, 'label_smoothing=1.0 must be'),
     ({'num_classes': 41}, 'num_classes=41 must be from 1 to the 40 columns'),
     ({'tile': 0}, 'tile=0 must be at least 1'),
+    ({'batch_axes': 3}, 'batch_axes=3 names 3, which is no axis of the active mesh'),
     ({'class_axes': 'model'}, "class_axes='model' names 'model', which is no axis of the active"),
     ({'integrator': Integrator()}, 'no effect without noise'),
   ],
@@ -450,6 +465,7 @@ def test_no_examples_and_no_promotion_of_types():
     loss, _ = value_and_gradient(CASES['several'], args, temperature=1.0)
     assert cross_entropy(phi[:0], kernel, bias, IDS[:0]).shape == (0,)
     assert not cross_entropy(phi, kernel, bias, np.full((N, 2), -1), z_loss=0.1).any()
+    assert not cross_entropy(phi, kernel, bias, SEVERAL[:, :0], weights=WEIGHTS[:, :0]).any()
   assert_close(loss, expected('several')[0], 0.02)
 
 
