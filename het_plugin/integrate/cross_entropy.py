@@ -100,7 +100,7 @@ def cross_entropy(
     label_smoothing: a in [0, 1). Targets t become (1 - a) t + a T / K for a softmax, with T their
       sum, and (1 - a) t + a / 2 for a sigmoid.
     z_loss: adds z_loss (log sum_k exp(u_k))^2 for examples with labels (PaLM, section 5).
-    temperature: tau.
+    temperature: tau, one positive number.
     noise: noise in the space of phi [B, D], as HET-XL has it. The loss is then that of
       `Integrator.nll`: labels are ids, without weights, smoothing and z-loss, and phi is [B, D].
     keys: [B], as `Integrator.nll` takes them; with noise only.
@@ -108,7 +108,7 @@ def cross_entropy(
     num_classes: K, if W and b have more columns so that a mesh divides them.
     batch_axes: mesh axis or axes of the first dimension of phi.
     class_axes: mesh axis or axes of K.
-    tile: classes of a tile; None takes those whose arrays have about 16 MB.
+    tile: classes of a tile; None takes those whose arrays have about 16 MB. Without noise only.
 
   Returns:
     [...], float32 or wider; 0 for examples without labels, and NaN (under `jax.jit`, where labels

@@ -32,7 +32,7 @@ Seeds = Annotated[tuple[Annotated[int, '[0, inf)'], ...], NOT_EMPTY]
 
 _A_LIST = 'a list: '
 _EACH = 'a list, each part '
-_LITERALS = (bool, int, float, str, list, tuple, dict)
+_LITERALS = (bool, int, float, str, list, tuple, dict, types.NoneType)
 _SCALARS = {
   bool: (bool, 'True or False'),
   int: (numbers.Integral, 'a whole number'),

@@ -616,6 +616,7 @@ def test_log_prob_over_a_mesh():
     ({'max_bytes': 1e9}, 'max_bytes=1000000000.0 must be a whole number, at least 1 or None'),
     ({'principal_factors': 0}, 'principal_factors=0 must be at least 1 or None'),
     ({'method': 'cuda'}, "method='cuda' must be one of 'auto', 'exact', 'sample'"),
+    ({'sampler': None}, 'sampler=None must be one of .* or a function'),
     ({'sampler': 'halton'}, "sampler='halton' must be one of 'sobol', 'iid' or a function"),
   ],
 )
