@@ -37,7 +37,6 @@ from het_plugin.integrate.placement import Placement, budget, bytes_per_device, 
 # Where the logits of all classes are more than the budget, the arrays of a tile take a half of it.
 TILE_SHARE = 2
 TILE_MULTIPLE = 128  # the width of a TPU's registers
-NUM_BINS = 640  # a rough `top_k` sorts the largest value of each
 
 HIGHEST = jax.lax.Precision.HIGHEST
 MaybeArray = Any  # jax.Array, or None where the attributes say so
@@ -490,16 +489,16 @@ class EveryClass:
 
     return self.sums(terms).sums
 
-  def top_k(self, value: Value, k: int, is_rough: bool = False) -> tuple[jax.Array, jax.Array]:
+  def top_k(self, value: Value, k: int, num_bins: int | None = None) -> tuple[jax.Array, jax.Array]:
     """The k <= K largest values in order: ids int32 [B, k], and values [B, k].
 
-    No array [B, K] is made: the loop keeps the k largest of those seen so far. If `is_rough`, they
-    are the largest of the best ones of `NUM_BINS` bins.
+    No array [B, K] is made: the loop keeps the k largest of those seen so far. With bins, they
+    are the largest of the best ones of the bins of a tile.
     """
 
     def local(self: EveryClass) -> Best:
       def body(best: Best | None, tile: Tile) -> Best:
-        return _best_so_far(best, tile.masked(value(tile)), tile, k, is_rough)
+        return _best_so_far(best, tile.masked(value(tile)), tile, k, num_bins)
 
       best = None
       if self.is_tiled:
@@ -709,11 +708,13 @@ def _dense(cotangent: Any) -> jax.Array:
 Best = tuple[jax.Array, jax.Array]  # the k largest values [B, k], and their class ids
 
 
-def _best_so_far(best: Best | None, values: jax.Array, tile: Tile, k: int, is_rough: bool) -> Best:
+def _best_so_far(
+  best: Best | None, values: jax.Array, tile: Tile, k: int, num_bins: int | None
+) -> Best:
   """The k largest of those that were found before, None at the first tile, and of a tile [B, t]."""
   size = values.shape[-1]
-  if is_rough and size >= 2 * NUM_BINS:
-    values, at = _best_of_bins(values)
+  if num_bins is not None and size >= 2 * num_bins:
+    values, at = _best_of_bins(values, num_bins)
     values, at = _best_of(values, at, k)
   else:
     values, at = _top_k(values, min(k, size))
@@ -724,16 +725,16 @@ def _best_so_far(best: Best | None, values: jax.Array, tile: Tile, k: int, is_ro
   return _best_of(values, jnp.concatenate([best[1], ids], axis=-1), k)
 
 
-def _best_of_bins(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The largest value of every bin of [B, n], and where it is; a bin has every `NUM_BINS`-th value.
+def _best_of_bins(values: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Array]:
+  """The largest value of every bin of [B, n], and where it is; a bin has every `num_bins`-th value.
 
   A `top_k` of all values is a sort on a TPU, and with 5,000 took twice as long on a CPU.
   """
-  padding = -values.shape[-1] % NUM_BINS
+  padding = -values.shape[-1] % num_bins
   values = jnp.pad(values, ((0, 0), (0, padding)), constant_values=2 * PADDED)
-  values = values.reshape(values.shape[0], -1, NUM_BINS)
+  values = values.reshape(values.shape[0], -1, num_bins)
   at = jnp.argmax(values, axis=1).astype(jnp.int32)
-  return values.max(axis=1), at * NUM_BINS + jnp.arange(NUM_BINS, dtype=jnp.int32)
+  return values.max(axis=1), at * num_bins + jnp.arange(num_bins, dtype=jnp.int32)
 
 
 def _best_of(values: jax.Array, ids: jax.Array, k: int) -> Best:

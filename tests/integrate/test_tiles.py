@@ -22,7 +22,6 @@ from het_plugin.integrate import (
   shared_key,
   top_class,
 )
-from het_plugin.integrate.classes import NUM_BINS
 from tests.meshes import make_mesh, on_mesh
 
 B = 4
@@ -138,7 +137,7 @@ def test_few_values_are_sorted_for_a_loss():
 
   program = jax.jit(loss).lower(params, phi).as_text()
   widths = [int(n) for n in re.findall(r'top_k.*?: tensor<4x(\d+)xf32>', program)]
-  assert widths == [NUM_BINS]
+  assert widths == [640]
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def test_a_plan_for_virtual_devices(tmp_path, run_main):
   assert not any(c['in_loops'] for c in plan['collectives'])
   # Of each shard the most probable classes are gathered, as numbers and values; [B, K] never is.
   both = [*plan['collectives'], *plan['eval']['collectives']]
-  candidates = 64 * 2 * (proposal.NUM_CLASSES + 1) * 8
+  candidates = 64 * 2 * (proposal.num_few(10) + 1) * 8
   assert all(c['kind'] != 'all-gather' or c['bytes'] <= candidates for c in both)
   # A replica axis splits the batch.
   few = ['train/Integrator.num_samples = 2']
