@@ -99,7 +99,7 @@ def check_labels(labels: np.ndarray, num_classes: int, link: str, index: np.ndar
 
   `index` [N] names the examples in the error.
   """
-  for row in np.flatnonzero(labels.max(axis=1, initial=-1) >= num_classes)[:1]:
+  for row in np.flatnonzero(labels.max(axis=1, initial=0) >= num_classes)[:1]:
     raise ValueError(
       f'label {int(labels[row].max())} of example {int(index[row])} is out of range; labels are '
       f'0 .. {num_classes - 1}'

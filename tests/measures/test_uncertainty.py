@@ -221,6 +221,14 @@ def test_paired_differences():
     uncertainty.difference(*gaps)
 
 
+def test_unsigned_labels_are_class_ids():
+  predictions = make()
+  labels = predictions.labels.astype(np.uint8)  # no -1 fits into them
+  scores = uncertainty.score_examples(predictions.log_prob, labels)
+  np.testing.assert_array_equal(scores.nll, score(predictions).nll)
+  np.testing.assert_array_equal(scores.correct, score(predictions).correct)
+
+
 def test_k_labels_and_ids_that_do_not_fit():
   for k in (0, K + 1):
     with pytest.raises(ValueError, match=f'k = {k} does not exist'):
