@@ -44,10 +44,6 @@ class Draws:
     """z [B, s, T], or [1, s, T] if all examples share it."""
     return rotated(sampler(self.keys, sample_index, num_normals), self.rotation)
 
-  def log_weight(self, sample_index: Index) -> None:
-    """None: all points with numbers [s] count alike."""
-    del sample_index
-
 
 def rotated(z: jax.Array, rotation: Rotation | None) -> jax.Array:
   """z M [B, s, T] of z [B, s, T] or [1, s, T]; z itself without a rotation."""

@@ -201,7 +201,7 @@ class Integrator:
     draws = Draws(samplers.shared_key(jax.random.key(0)))
     return not self._link(checked(logits), draws).tiling.is_whole
 
-  def log_odds(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
+  def log_odds(self, logits: GaussianLogits, keys: Keys = None) -> jax.Array:
     """log p(y_k = 1 | x) - log p(y_k = 0 | x) of every class of a sigmoid; arguments as in `nll`.
 
     Returns:
@@ -214,7 +214,7 @@ class Integrator:
       raise ValueError(f"log_odds needs the link 'sigmoid'; got link={logits.link!r}: use log_prob")
     return self._of_link(lambda link: masked(logits, link.log_odds()), 'bk', logits, keys)
 
-  def expected_entropy(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
+  def expected_entropy(self, logits: GaussianLogits, keys: Keys = None) -> jax.Array:
     """E[H(y | x, z)], the entropy given the noise, averaged over the noise.
 
     The entropy of `log_prob` less this is the mutual information of label and noise (Depeweg et al.
@@ -234,7 +234,7 @@ class Integrator:
 
   def _link(
     self, logits: GaussianLogits, keys: Keys, labels: jax.Array | None = None
-  ) -> ExactSigmoid | SampledSigmoid | Softmax | BucketSoftmax:
+  ) -> Softmax | ExactSigmoid | SampledSigmoid:
     """What computes the results of these logits.
 
     Labels int32 [B, L] are given if only their probabilities are wanted.
@@ -308,18 +308,16 @@ class Location:
       0.73
   """
 
-  def nll(
-    self, logits: GaussianLogits, labels: jax.Array, keys: jax.Array | None = None
-  ) -> jax.Array:
+  def nll(self, logits: GaussianLogits, labels: jax.Array, keys: Keys = None) -> jax.Array:
     """Losses [B] (`Integrator.nll`); `keys` is ignored."""
     return Integrator().nll(_without_noise(logits), labels)
 
-  def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
+  def log_prob(self, logits: GaussianLogits, keys: Keys = None) -> jax.Array:
     """log p [B, Kp] (`Integrator.log_prob`); `keys` is ignored."""
     return Integrator().log_prob(_without_noise(logits))
 
   def top_k(
-    self, logits: GaussianLogits, keys: jax.Array | None = None, k: int = 5
+    self, logits: GaussianLogits, keys: Keys = None, k: int = 5
   ) -> tuple[jax.Array, jax.Array]:
     """The k most probable classes (`Integrator.top_k`); `keys` is ignored."""
     return Integrator().top_k(_without_noise(logits), k=k)
@@ -328,7 +326,7 @@ class Location:
     """Whether there are tiles of classes (`Integrator.is_tiled`)."""
     return Integrator().is_tiled(_without_noise(logits))
 
-  def log_odds(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
+  def log_odds(self, logits: GaussianLogits, keys: Keys = None) -> jax.Array:
     """Log odds [B, Kp] (`Integrator.log_odds`); `keys` is ignored."""
     return Integrator().log_odds(_without_noise(logits))
 

@@ -98,14 +98,14 @@ class Samples:
 
     def chunk(c: jax.Array | int, labels: jax.Array | None = None) -> EveryClass:
       index = c * size + np.arange(size, dtype=np.int32)  # a constant of the only chunk
-      log_weight = draws.log_weight(index)
+      log_weight = draws.log_weight(index) if isinstance(draws, Chosen) else None
       if num_samples % size:
         log_weight = jnp.zeros(size) if log_weight is None else log_weight
         log_weight = jnp.where(index < num_samples, log_weight, 2 * PADDED)
       if log_weight is not None:
         log_weight = jnp.broadcast_to(log_weight, (batch, size)).astype(noise.diag.dtype)
       if source(sampler) is not sobol:
-        index = jnp.asarray(index)
+        index = jnp.asarray(index)  # which a user's sampler may count on
       z = draws.normals(sampler, index, noise.num_normals)
       # Shared draws are repeated per example: as one product for the batch, with classes and
       # examples in one dimension, samples took 1.6 times as long on a CPU.
