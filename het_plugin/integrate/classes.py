@@ -556,15 +556,15 @@ def _sums_of_device(terms: TermsOf, every_class: EveryClass) -> Sums:
     found = _sums_in_tiles(terms, every_class)
   else:
     found = _sums(terms, every_class)[0]
-  axes = every_class.tiling.placement.vocab or ()
-  total = found.total
-  top = found.top
-  if top is not None:
-    own = jax.lax.stop_gradient(top)
-    top = jax.lax.pmax(own, axes)
-    total *= jnp.exp(own - top)
-  total, sums = jax.lax.psum((total, found.sums), axes)
-  return dataclasses.replace(found, top=top, total=total, sums=sums)
+  axes = every_class.tiling.placement.vocab
+  if found.top is not None:
+    own = jax.lax.stop_gradient(found.top)
+    top = own if axes is None else jax.lax.pmax(own, axes)
+    found = dataclasses.replace(found, top=top, total=found.total * jnp.exp(own - top))
+  if axes is None:
+    return found
+  total, sums = jax.lax.psum((found.total, found.sums), axes)
+  return dataclasses.replace(found, total=total, sums=sums)
 
 
 def _sums(
