@@ -89,6 +89,7 @@ def draw(rows: list[dict[str, str | float]]) -> Figure:
   errors, memories = figure.subplots(1, 2)
   _draw_errors(errors, [row for row in rows if 'rmse' in row])
   _draw_memory(memories, [row for row in rows if 'temp_bytes' in row])
+  memories.legend(*errors.get_legend_handles_labels(), loc='upper left')  # where no curve is
   return figure
 
 
@@ -119,7 +120,6 @@ def _draw_errors(ax: Axes, rows: list[dict[str, str | float]]) -> None:
       ax.annotate(f'S = {row["s"]}', at, (5, 5), textcoords='offset points')
   style.plain_axes(ax, 'both')
   ax.set(xlabel='CPU time of loss and gradient, over DET’s', ylabel='RMSE of log p(y)')
-  ax.legend()
 
 
 def main() -> None:
