@@ -47,7 +47,7 @@ def example_keys(key: jax.Array, index: jax.Array) -> jax.Array:
     Typed keys [B] of the kind 'threefry2x32', whatever the kind of `key`.
 
   Raises:
-    ValueError: index is no array of integers [B].
+    ValueError: key is no key, or index is no array of integers [B].
   """
   shape = jnp.shape(index)
   dtype = jnp.result_type(index)
@@ -55,12 +55,22 @@ def example_keys(key: jax.Array, index: jax.Array) -> jax.Array:
     raise ValueError(
       f'example_keys: index must be integers [B], one per example; got {dtype} {shape}'
     )
-  return jax.vmap(jax.random.fold_in, (None, 0))(_threefry(key), index)
+  return jax.vmap(jax.random.fold_in, (None, 0))(_one_key('example_keys', key), index)
 
 
 def shared_key(key: jax.Array) -> jax.Array:
   """A typed or raw PRNG key as typed keys [1], which an integrator uses for all examples."""
-  return _threefry(key)[None]
+  return _one_key('shared_key', key)[None]
+
+
+def _one_key(owner: str, key: jax.Array) -> jax.Array:
+  """A typed or raw key as a typed one of the kind 'threefry2x32'."""
+  dtype = getattr(key, 'dtype', None)
+  is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+  if not (is_typed and key.ndim == 0) and not (dtype == np.uint32 and key.ndim == 1):
+    found = type(key).__name__ if dtype is None else f'{dtype} {list(key.shape)}'
+    raise ValueError(f'{owner}: key must be one PRNG key, such as jax.random.key(0); got {found}')
+  return _threefry(key)
 
 
 def checked_keys(owner: str, keys: jax.Array | None, batch_size: int) -> jax.Array:

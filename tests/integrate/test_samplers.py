@@ -20,6 +20,7 @@ from het_plugin.integrate import (
   LowRank,
   example_keys,
   iid,
+  shared_key,
   sobol,
 )
 from het_plugin.integrate.directions import Draws, principal_directions, rotation_to, turned_to
@@ -79,6 +80,15 @@ def test_keys_of_any_kind_give_draws_that_do_not_depend_on_the_batch(impl):
   alone = example_keys(key, jnp.arange(1, 2))
   index = np.arange(2)
   np.testing.assert_array_equal(iid(keys, index, 3)[1:2], iid(alone, index, 3))
+
+
+@pytest.mark.parametrize('keys_of_one', [shared_key, lambda key: example_keys(key, jnp.arange(4))])
+def test_a_seed_is_no_key(keys_of_one):
+  assert (keys_of_one(jax.random.PRNGKey(3)) == keys_of_one(jax.random.key(3))).all()
+  keys = jax.random.split(jax.random.key(0), 4)
+  for key, found in ((0, 'int'), (None, 'NoneType'), (jnp.arange(2), 'int32'), (keys, 'key<fry>')):
+    with pytest.raises(ValueError, match=f'key must be one PRNG key, such as .*; got {found}'):
+      keys_of_one(key)
 
 
 def test_a_sampler_of_a_user_gets_jax_arrays():
