@@ -58,7 +58,7 @@ def cross_entropy(
   temperature: jax.Array | float = 1.0,
   noise: LowRank | None = None,
   keys: jax.Array | None = None,
-  integrator: Integrator | None = None,
+  integrator: AnyIntegrator | None = None,
   num_classes: int | None = None,
   batch_axes: Axes = None,
   class_axes: Axes = None,
@@ -120,6 +120,8 @@ def cross_entropy(
   phi = jnp.asarray(phi)
   kernel = jnp.asarray(kernel)
   bias = None if bias is None else jnp.asarray(bias)
+  if hasattr(temperature, '__jax_array__'):  # a parameter of nnx
+    temperature = jnp.asarray(temperature)
   _check_arrays(phi, kernel, bias, temperature, label_arrays)
   sharding = Sharding.of(phi, kernel, batch_axes, class_axes)
   num_columns = kernel.shape[-1] * sharding.num_parts
@@ -267,7 +269,8 @@ def make_labels(
       f'cross_entropy: weights must be as many as labels, {np.shape(labels)}; got '
       f'{np.shape(weights)}'
     )
-  ids = check_labels(labels, rows, settings.num_classes, settings.link)
+  or_what = ', or a function of a range of classes'
+  ids = check_labels(labels, rows, settings.num_classes, settings.link, or_what)
   listed = (ids >= 0).astype(_wide(phi.dtype))
   if weights is not None:
     weights = jnp.asarray(weights, listed.dtype).reshape(ids.shape) * listed
@@ -502,8 +505,10 @@ def _check_arrays(
       f'got {", ".join(f"{x.dtype} {x.shape}" for x in arrays)}'
     )
   is_number = isinstance(temperature, (numbers.Real, np.ndarray, jax.Array))
-  is_known = not isinstance(temperature, core.Tracer)
-  if not is_number or np.size(temperature) != 1 or (is_known and not 0 < temperature < math.inf):
+  is_one = is_number and np.size(temperature) == 1
+  # By NumPy: under `jax.jit`, JAX would trace the comparison.
+  is_known = is_one and not isinstance(temperature, core.Tracer)
+  if not is_one or (is_known and not 0 < np.asarray(temperature) < math.inf):
     raise ValueError(f'cross_entropy: temperature={temperature!r} must be one positive number')
   rows = phi.shape[:-1]
   shapes = jax.tree.map(np.shape, label_arrays)

@@ -121,10 +121,11 @@ class Integrator:
       ValueError: the logits are no `GaussianLogits`; or labels are not whole numbers, do not have B
         rows, or (if they are concrete) are not below K.
     """
-    return on_mesh_of_caller(self._nll, 'b', checked(logits), keys, labels)
+    rows = checked(logits).location.shape[:1]
+    labels = check_labels(labels, rows, logits.num_classes, logits.link)
+    return on_mesh_of_caller(self._nll, 'b', logits, keys, labels)
 
   def _nll(self, logits: GaussianLogits, keys: Keys, labels: jax.Array) -> jax.Array:
-    labels = check_labels(labels, logits.location.shape[:1], logits.num_classes, logits.link)
     nll = self._link(logits, keys, labels).nll(labels)
     return jnp.where((labels < logits.num_classes).all(-1), nll, jnp.nan)
 
@@ -340,8 +341,12 @@ def _without_noise(logits: GaussianLogits) -> GaussianLogits:
   return dataclasses.replace(logits, covariance=None, projection=None, location_from=linear)
 
 
-def check_labels(labels: Any, rows: tuple[int, ...], num_classes: int, link: str) -> jax.Array:
-  """Class ids int32 [*rows, L] of labels [*rows] or [*rows, L], as `Integrator.nll` takes them."""
+def check_labels(
+  labels: Any, rows: tuple[int, ...], num_classes: int, link: str, or_what: str = ''
+) -> jax.Array:
+  """Class ids int32 [*rows, L] of labels [*rows] or [*rows, L], as `Integrator.nll` takes them;
+  `or_what` says what else labels may be.
+  """
   labels = labels if isinstance(labels, jax.Array) else np.asarray(labels)
   shape = labels.shape
   of_marks = ': jnp.where(hot > 0, jnp.arange(K), -1) makes ids of zeros and ones hot [B, K]'
@@ -349,7 +354,7 @@ def check_labels(labels: Any, rows: tuple[int, ...], num_classes: int, link: str
   if not jnp.issubdtype(labels.dtype, jnp.integer):
     hint = of_marks if is_hot else ''
     raise ValueError(
-      f'labels must be class ids of an integer type; got {labels.dtype} {shape}{hint}'
+      f'labels must be class ids of an integer type{or_what}; got {labels.dtype} {shape}{hint}'
     )
   if rows not in (shape, shape[:-1]):
     raise ValueError(f'labels must be {rows} or {(*rows, "L")}; got {shape}')

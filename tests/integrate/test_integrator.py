@@ -440,6 +440,22 @@ def test_the_mesh_may_be_a_callers(link):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), got, expected)
 
 
+def test_labels_may_be_a_list_on_the_mesh_of_a_caller():
+  data = jax.sharding.PartitionSpec('data')
+  location = np.arange(4.0 * K, dtype=np.float32).reshape(4, K) % 5
+
+  def loss(location):
+    logits = GaussianLogits(location, None, None, jnp.float32(1), K)
+    return Integrator().nll(logits, [K - 1] * len(location))
+
+  expected = loss(location)
+  mesh = make_mesh(2, names=('data',), kind=jax.sharding.AxisType.Explicit)
+  placed = jax.device_put(location, jax.sharding.NamedSharding(mesh, data))
+  of_part = jax.shard_map(loss, mesh=mesh, in_specs=data, out_specs=data)
+  for function in (loss, of_part):
+    np.testing.assert_allclose(jax.jit(function)(placed), expected, rtol=1e-6)
+
+
 def sharded(function, mesh):
   def run(*args):
     with on_mesh(mesh):
