@@ -133,7 +133,7 @@ def test_a_model_without_pre_logits_is_refused():
     (K, {'head': 'het', 'temperature': 'learned'}, "temperature='learned' must be a number, or"),
     (K, {'head': 'het', 'temperature': {'tau': 1}}, 'some of tau_min, tau_max, initial_tau'),
     (K, {'head': 'het', 'loss_samples': 4, 'link': 'sigmoid'}, "loss_samples=4 needs link='softm"),
-    (K, {'head': 'het', 'num_samples': 0}, r'Integrator\.num_samples=0 must be a whole number'),
+    (K, {'head': 'het', 'num_samples': 0}, r'Integrator\.num_samples=0 must be at least 1'),
   ],
 )
 def test_bad_settings_of_a_head(num_classes, settings, message):
