@@ -18,7 +18,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jax import core, lax
 from jax.sharding import AxisType, PartitionSpec, reshard
 
 from het_plugin.integrate.classes import Classes, EveryClass, Terms, Tile, Tiling
-from het_plugin.integrate.gaussian import GaussianLogits, Linear, LowRank
+from het_plugin.integrate.gaussian import GaussianLogits, Linear, Link, LowRank
 from het_plugin.integrate.integrator import AnyIntegrator, Integrator, check_labels
 from het_plugin.integrate.placement import Placement, mesh_axes, num_shards, varying_alike
 from het_plugin.system import ranges
@@ -39,7 +39,6 @@ from het_plugin.system.ranges import Count, NotNegative, Rate
 TILE_BYTES = 2**24  # of a tile's logits and columns of W, and their gradients
 MIN_TILE = 512
 
-Link = Literal['softmax', 'sigmoid']
 Axes = str | tuple[str, ...] | None
 Targets = Callable[..., Any]  # int32 [t] and arrays -> targets [N, t]
 

@@ -14,13 +14,14 @@ that a mesh divides it; the padded classes have no probability.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-LINKS = ('softmax', 'sigmoid')
+Link = Literal['softmax', 'sigmoid']
+LINKS = get_args(Link)
 REMAINDERS = ('rank_one', 'diag')
 # The logit of a padded class. Its exp is exactly zero, and it is finite, so 0 * PADDED is 0.
 PADDED = -1e30

@@ -15,7 +15,7 @@ from het_plugin.integrate.directions import Draws, rotation_to
 from het_plugin.integrate.gaussian import GaussianLogits, Opaque, checked, masked, over_tau
 from het_plugin.integrate.placement import on_mesh_of_caller
 from het_plugin.integrate.proposal import choose, directions
-from het_plugin.integrate.sampled_logits import Link
+from het_plugin.integrate.sampled_logits import AnySamples
 from het_plugin.integrate.sigmoid import ExactSigmoid, SampledSigmoid, binary_entropy
 from het_plugin.integrate.softmax import BucketSoftmax, Softmax, fewer_buckets
 from het_plugin.system import ranges
@@ -257,8 +257,8 @@ class Integrator:
     return BucketSoftmax.of(logits, softmax, self.max_bytes)
 
   def _sampled(
-    self, link: type[Link], logits: GaussianLogits, keys: Keys, labels: jax.Array | None
-  ) -> Link:
+    self, link: type[AnySamples], logits: GaussianLogits, keys: Keys, labels: jax.Array | None
+  ) -> AnySamples:
     """The link of logits over tau with noise."""
     draws = self._draws(logits, keys, labels)
     return link.at(logits, draws, self._sampler, self.num_samples, self.max_bytes)

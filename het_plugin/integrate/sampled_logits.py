@@ -165,7 +165,7 @@ class Samples:
     raise NotImplementedError
 
 
-Link = TypeVar('Link', bound=Samples)
+AnySamples = TypeVar('AnySamples', bound=Samples)
 
 
 def _tiling(logits: GaussianLogits, num_samples: int, max_bytes: int | None) -> Tiling:
