@@ -121,8 +121,8 @@ class Integrator:
       ValueError: the logits are no `GaussianLogits`; or labels are not whole numbers, do not have B
         rows, or (if they are concrete) are not below K.
     """
-    rows = checked(logits).location.shape[:1]
-    labels = check_labels(labels, rows, logits.num_classes, logits.link)
+    logits = checked(logits)
+    labels = check_labels(labels, logits.location.shape[:1], logits.num_classes, logits.link)
     return on_mesh_of_caller(self._nll, 'b', logits, keys, labels)
 
   def _nll(self, logits: GaussianLogits, keys: Keys, labels: jax.Array) -> jax.Array:
