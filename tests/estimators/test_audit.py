@@ -176,12 +176,15 @@ def test_wrong_labels_are_one_sentence():
 PEAK = """
 import sys
 from het_plugin.commands import audit
-from het_plugin.estimators import stream
+from het_plugin.estimators import audit as rounds, inputs, stream
 from het_plugin.estimators.settings import GridSettings
 sys.path.insert(0, 'benchmarks')
 from probe import memory_watched
 settings = GridSettings(['det'], folds=2, solver='streamed', max_iter=1, progress=False)
 stream.HELD_BYTES = 0  # of a part of the rows, at most
+# Several parts are in flight at a time: small ones here, with large ones the peak was 20 MiB either way.
+stream.CHUNK_BYTES = 2**20
+inputs._PART_ROWS = rounds._PART_ROWS = 1024
 for path in sys.argv[1:]:
   with memory_watched() as found:
     report = audit.report(path, settings, rounds=2)
@@ -209,7 +212,7 @@ def test_the_memory_is_that_of_results_per_row(tmp_path):
   command = [sys.executable, '-c', PEAK, *paths]
   done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
   peaks = [float(x.split()[1]) for x in done.stdout.splitlines() if x.startswith('peak ')]
-  assert peaks[1] - peaks[0] < 55, peaks  # 23 to 38 were seen
+  assert peaks[1] - peaks[0] < 60, peaks  # 15 to 45 were seen
 
 
 def test_where_the_task_knows_the_truth_the_report_counts_wrong_labels(tmp_path):
