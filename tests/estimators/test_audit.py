@@ -182,7 +182,7 @@ sys.path.insert(0, 'benchmarks')
 from probe import memory_watched
 settings = GridSettings(['det'], folds=2, solver='streamed', max_iter=1, progress=False)
 stream.HELD_BYTES = 0  # of a part of the rows, at most
-# Several parts are in flight at a time: small ones here, with large ones the peak was 20 MiB either way.
+# Several parts are in flight at a time: with larger ones the peak was 20 MiB either way.
 stream.CHUNK_BYTES = 2**20
 inputs._PART_ROWS = rounds._PART_ROWS = 1024
 for path in sys.argv[1:]:
