@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from flax.linen import partitioning as flax_partitioning
 from jax import core, lax
 from jax.sharding import AxisType, PartitionSpec, reshard
 
-from het_plugin.integrate.classes import Classes, EveryClass, Terms, Tile, Tiling
+from het_plugin.integrate.classes import Classes, EveryClass, MaybeArray, Terms, Tile, Tiling
 from het_plugin.integrate.gaussian import GaussianLogits, Linear, Link, LowRank
 from het_plugin.integrate.integrator import AnyIntegrator, Integrator, check_labels
 from het_plugin.integrate.placement import Placement, mesh_axes, num_shards, varying_alike
@@ -51,9 +51,9 @@ def cross_entropy(
   link: Link = 'softmax',
   *,
   weights: jax.Array | None = None,
-  label_arrays: tuple[jax.Array, ...] = (),
-  label_smoothing: float = 0.0,
-  z_loss: float = 0.0,
+  label_arrays: Sequence[jax.Array] = (),
+  label_smoothing: jax.Array | float = 0.0,
+  z_loss: jax.Array | float = 0.0,
   temperature: jax.Array | float = 1.0,
   noise: LowRank | None = None,
   keys: jax.Array | None = None,
@@ -80,9 +80,9 @@ def cross_entropy(
   and K cuts K. No device has logits of more than its own classes.
 
   Products are in the dtype of phi, and sums in float32 or wider: phi in bfloat16 and W in float32
-  give W a float32 gradient without a copy of W in bfloat16. Labels and weights have no gradient.
-  Forward mode alone (`jax.jvp`) is refused by JAX where there are tiles. Forward mode over the
-  gradient needs phi and W in float32.
+  give W a float32 gradient without a copy of W in bfloat16. Labels, weights, label_smoothing and
+  z_loss have no gradient. Forward mode alone (`jax.jvp`) is refused by JAX where there are tiles.
+  Forward mode over the gradient needs phi and W in float32.
 
   Args:
     phi: pre-logits [..., D].
@@ -97,7 +97,8 @@ def cross_entropy(
     label_arrays: arrays [..., n] that a function of labels gets after the classes, as [N, n], cut
       over devices as phi is. What else it reads must be the same on all devices.
     label_smoothing: a in [0, 1). Targets t become (1 - a) t + a T / K for a softmax, with T their
-      sum, and (1 - a) t + a / 2 for a sigmoid.
+      sum, and (1 - a) t + a / 2 for a sigmoid. Both this and z_loss may follow a schedule: under
+      `jax.jit` their ranges are not looked at.
     z_loss: adds z_loss (log sum_k exp(u_k))^2 for examples with labels (PaLM, section 5).
     temperature: tau, one positive number.
     noise: noise in the space of phi [B, D], as HET-XL has it. The loss is then that of
@@ -125,14 +126,15 @@ def cross_entropy(
   sharding = Sharding.of(phi, kernel, batch_axes, class_axes)
   num_columns = kernel.shape[-1] * sharding.num_parts
   num_classes = num_columns if num_classes is None else num_classes
-  settings = Settings(link, num_classes, label_smoothing, z_loss, tile)
+  settings = Settings(link, num_classes, _number(label_smoothing), _number(z_loss), tile)
   if num_classes > num_columns:
     raise ValueError(
       f'cross_entropy: num_classes={num_classes} must be from 1 to the {num_columns} columns of '
       'the kernel'
     )
   if noise is not None:
-    is_plain = settings == Settings(link, num_classes) and weights is None and not label_arrays
+    others = settings.label_smoothing, settings.z_loss, settings.tile, label_arrays
+    is_plain = weights is None and not any(map(_is_set, others))
     if not (is_plain and phi.ndim == 2) or callable(labels):
       raise ValueError(
         'cross_entropy: with noise, labels are ids of pre-logits [B, D], without weights, '
@@ -165,13 +167,13 @@ class Settings:
 
   link: Link
   num_classes: Count
-  label_smoothing: Rate = 0.0
+  label_smoothing: Rate = 0.0  # this and the next one may be traced; the loss has them by `Labels`
   z_loss: NotNegative = 0.0
   tile: Count | None = None
 
   def __post_init__(self):
-    ranges.check(self, 'cross_entropy')
-    if self.z_loss and self.link == 'sigmoid':
+    ranges.check(self, 'cross_entropy', is_open=_is_traced)
+    if _is_set(self.z_loss) and self.link == 'sigmoid':
       raise ValueError(
         f"cross_entropy: z_loss={self.z_loss} needs the link 'softmax': leave it out"
       )
@@ -195,10 +197,14 @@ class Ids:
   Attributes:
     ids: int32 [..., L], negative at padding.
     weights: targets [..., L], 0 at padding.
+    smoothing: label_smoothing of each example [..., 1]; None is 0.
+    z_loss: the same of z_loss.
   """
 
   ids: jax.Array
   weights: jax.Array
+  smoothing: MaybeArray = None
+  z_loss: MaybeArray = None
 
   def targets(self, settings: Settings, classes: jax.Array, like: jax.Array) -> jax.Array:
     """t [N, t] of a range of classes int32 [t], as `like`."""
@@ -209,8 +215,8 @@ class Ids:
     else:
       t = of_labels.max(axis=1, initial=0)  # a class that is listed twice is one label
       of_all = 0.5
-    if settings.label_smoothing:
-      t += settings.label_smoothing * (of_all - t)
+    if self.smoothing is not None:
+      t += self.smoothing * (of_all - t)
     return t.astype(like.dtype)
 
 
@@ -221,10 +227,12 @@ class Soft:
   Attributes:
     arrays: what the function gets after the classes.
     function: the function.
+    z_loss: as in `Ids`.
   """
 
   arrays: tuple[jax.Array, ...]
   function: Targets = struct.field(pytree_node=False)
+  z_loss: MaybeArray = None
 
   def targets(self, settings: Settings, classes: jax.Array, like: jax.Array) -> jax.Array:
     """t [N, t] of a range of classes int32 [t], as `like`."""
@@ -244,7 +252,7 @@ def make_labels(
   phi: jax.Array,
   labels: jax.Array | Targets,
   weights: jax.Array | None,
-  arrays: tuple[jax.Array, ...],
+  arrays: Sequence[jax.Array],
   settings: Settings,
 ) -> Labels:
   """The arguments of `cross_entropy` as `Labels`.
@@ -253,14 +261,22 @@ def make_labels(
     ValueError: they do not fit together.
   """
   rows = phi.shape[:-1]
+
+  def of_rows(x: Any) -> MaybeArray:
+    if not _is_set(x):
+      return None
+    return jnp.broadcast_to(lax.stop_gradient(jnp.asarray(x, _wide(phi.dtype))), (*rows, 1))
+
+  z_loss = of_rows(settings.z_loss)
   if callable(labels):
-    if weights is not None or settings.label_smoothing:
+    if weights is not None or _is_set(settings.label_smoothing):
       raise ValueError(
         'cross_entropy: weights and label_smoothing have no effect on a function of classes: let '
         'it return the targets that you want'
       )
     arrays = tuple(map(jnp.asarray, arrays))
-    return Soft(tuple(x.reshape(*rows, math.prod(x.shape[len(rows) :])) for x in arrays), labels)
+    arrays = tuple(x.reshape(*rows, math.prod(x.shape[len(rows) :])) for x in arrays)
+    return Soft(arrays, labels, z_loss)
   if arrays:
     raise ValueError('cross_entropy: label_arrays need labels that are a function of classes')
   if weights is not None and np.shape(weights) != np.shape(labels):
@@ -277,7 +293,7 @@ def make_labels(
     weights = listed / jnp.maximum(listed.sum(axis=-1, keepdims=True), 1.0)
   else:
     weights = listed
-  return Ids(ids, lax.stop_gradient(weights))
+  return Ids(ids, lax.stop_gradient(weights), of_rows(settings.label_smoothing), z_loss)
 
 
 def _loss(
@@ -308,8 +324,8 @@ def _loss(
   log_total = found.log_total[:, 0]
   # u - maximum is exact: losses near 0 keep their digits.
   loss = t * log_total - (at - t * top)
-  if settings.z_loss:
-    loss += settings.z_loss * jnp.where(t > 0, jnp.square(top + log_total), 0.0)
+  if labels.z_loss is not None:
+    loss += labels.z_loss[:, 0] * jnp.where(t > 0, jnp.square(top + log_total), 0.0)
   return loss.reshape(rows)
 
 
@@ -493,7 +509,7 @@ def _check_arrays(
   kernel: jax.Array,
   bias: jax.Array | None,
   temperature: jax.Array | float,
-  label_arrays: tuple[jax.Array, ...],
+  label_arrays: Sequence[jax.Array],
 ) -> None:
   arrays = (phi, kernel) if bias is None else (phi, kernel, bias)
   fits = kernel.ndim == 2 and phi.ndim >= 2 and phi.shape[-1] == kernel.shape[0]
@@ -511,7 +527,23 @@ def _check_arrays(
     raise ValueError(f'cross_entropy: temperature={temperature!r} must be one positive number')
   rows = phi.shape[:-1]
   shapes = jax.tree.map(np.shape, label_arrays)
-  if not isinstance(label_arrays, tuple) or any(x[: len(rows)] != rows for x in shapes):
+  if not isinstance(label_arrays, (tuple, list)) or any(x[: len(rows)] != rows for x in shapes):
     raise ValueError(
       f'cross_entropy: label_arrays must be a tuple of arrays {(*rows, "n")}; got {shapes}'
     )
+
+
+def _number(x: Any) -> Any:
+  """An array of one number that is known as that number; else x itself."""
+  is_array = isinstance(x, (np.ndarray, jax.Array)) and x.ndim == 0
+  return np.asarray(x).item() if is_array and not isinstance(x, core.Tracer) else x
+
+
+def _is_traced(x: Any) -> bool:
+  """Whether x is one number that only the run knows."""
+  return isinstance(x, core.Tracer) and x.ndim == 0
+
+
+def _is_set(x: Any) -> bool:
+  """Whether x is or may be other than 0 and nothing."""
+  return _is_traced(x) or bool(x)

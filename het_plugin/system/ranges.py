@@ -43,16 +43,18 @@ _INTERVAL = re.compile(r'([\[(])(\S+), (\S+)([\])])')
 _Function = TypeVar('_Function', bound=Callable[..., Any])
 
 
-def check(settings: Any, owner: str | None = None) -> None:
+def check(
+  settings: Any, owner: str | None = None, is_open: Callable[[Any], bool] = lambda _: False
+) -> None:
   """Checks the fields of a dataclass, which may be a flax module; errors name it `owner`, or else
-  as its class.
+  as its class. `is_open` is as in `mismatch`.
 
   Raises:
     ValueError: a value is out of the range at its type; one sentence has setting, value and range.
   """
   owner = type(settings).__name__ if owner is None else owner
   for name, hint in _ranges(type(settings)).items():
-    _check(f'{owner}.{name}', getattr(settings, name), hint)
+    _check(f'{owner}.{name}', getattr(settings, name), hint, is_open)
 
 
 def check_flags(settings: Any) -> None:
@@ -95,8 +97,8 @@ def checked(function: _Function) -> _Function:
   return typing.cast(_Function, call)
 
 
-def _check(setting: str, value: Any, hint: Any) -> None:
-  if expected := mismatch(value, hint):
+def _check(setting: str, value: Any, hint: Any, *is_open: Callable[[Any], bool]) -> None:
+  if expected := mismatch(value, hint, *is_open):
     raise ValueError(f'{setting}={value!r} must be {expected}')
 
 

@@ -404,6 +404,55 @@ def test_a_jitted_loss_may_close_over_its_temperature(tau):
   np.testing.assert_array_equal(loss(phi), cross_entropy(phi / 2, kernel, bias / 2, IDS))
 
 
+@pytest.mark.parametrize('name', ['several', 'weights', 'function', 'sigmoid'])
+def test_label_smoothing_and_z_loss_may_follow_a_schedule(name):
+  case = CASES[name]
+  names = {'label_smoothing', 'z_loss'} & case.settings.keys()
+
+  @jax.jit
+  def step(args, settings):
+    loss = lambda args: loss_of(case, **settings)(*args)  # noqa: E731
+    return jax.value_and_grad(loss)(args)
+
+  for kind in (np.float32, np.array, jnp.float32):
+    settings = {x: kind(case.settings[x]) for x in names}
+    assert_close(value_and_gradient(case, arrays(), **settings), expected(name))
+  assert_close(step(arrays(), settings), expected(name))
+  zeros = dict.fromkeys(names, jnp.float32(0))
+  losses = jax.vmap(lambda x: loss_of(case, **x)(*arrays()))(
+    {x: jnp.stack([zeros[x], settings[x]]) for x in names}
+  )
+  plain = loss_of(case, **dict.fromkeys(names, 0.0))(*arrays())
+  assert_close(losses, jnp.stack([plain, expected(name)[0]]))
+
+
+@pytest.mark.parametrize('manual', [(), ('data',), ('data', 'model')])
+def test_a_schedule_on_a_mesh(manual):
+  case = CASES['several']
+  mesh = make_mesh(2, 2)
+
+  @jax.jit
+  def step(args, z_loss):
+    run = functools.partial(
+      cross_entropy,
+      batch_axes=None if manual else 'data',
+      class_axes='model',
+      z_loss=z_loss,
+      tile=7,
+    )
+    if manual:
+      kept = lambda name: name if name in manual else None  # noqa: E731
+      rows = P(kept('data'))
+      specs = rows, P(None, kept('model')), P(kept('model')), rows
+      run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=rows, axis_names={*manual})
+    loss = lambda args: (COUNTS * run(*args, jnp.asarray(case.labels))).sum()  # noqa: E731
+    return jax.value_and_grad(loss)(args)
+
+  with jax.set_mesh(mesh):
+    args = placed(mesh, P('data'), P(None, 'model'), P('model'))
+    assert_close(step(args, case.settings['z_loss']), expected('several'))
+
+
 @pytest.mark.parametrize('dtype', [np.int8, np.uint8, np.int64, list])
 def test_labels_may_be_narrow_or_a_list(dtype):
   phi, kernel, bias = arrays()
@@ -426,6 +475,7 @@ NOISE = LowRank(jnp.ones((N, D)), jnp.ones((2, D)), jnp.ones((N, D)))
     ({'labels': IDS[:3]}, r"labels must be \(8,\) or \(8, 'L'\); got \(3,\)"),
     ({'labels': lambda classes: 0}, r'labels must return \(8, 40\) for 40 classes; got \(\)'),
     ({'labels': soft, 'label_arrays': jnp.ones((N, 1))}, 'label_arrays must be a tuple of arrays'),
+    ({'labels': soft, 'label_arrays': [jnp.ones(1)]}, r"of arrays \(8, 'n'\); got \[\(1,\)\]"),
     ({'labels': soft, 'label_arrays': (jnp.ones(1),)}, r"of arrays \(8, 'n'\); got \(\(1,\),\)"),
     *(
       ({'temperature': tau}, 'temperature=.* must be one positive number')
@@ -441,6 +491,8 @@ NOISE = LowRank(jnp.ones((N, D)), jnp.ones((2, D)), jnp.ones((N, D)))
     ({'tile': True}, 'tile=True must be a whole number'),
     ({'label_smoothing': None}, 'label_smoothing=None must be a number'),
     ({'z_loss': -0.1}, 'z_loss=-0.1 must be at least 0'),
+    ({'z_loss': jnp.float32(-0.5)}, 'z_loss=-0.5 must be at least 0'),
+    ({'z_loss': jnp.ones(1)}, 'z_loss=.* must be a number, at least 0'),
     ({'num_classes': 0}, 'num_classes=0 must be at least 1'),
     ({'kernel': jnp.ones((D + 1, K))}, r'phi must be \[..., D\]'),
     ({'bias': jnp.ones(1)}, r'bias \[K\] or None'),
