@@ -54,8 +54,8 @@ class Integrator:
 
   Attributes:
     num_samples: S >= 1; the paper takes 1000 of 'iid'.
-    sampler: source of the normals: 'sobol' or 'iid' (`samplers.SAMPLERS`), or a function of
-      that signature.
+    sampler: source of the normals: a name in `samplers.SAMPLERS`, such as 'sobol' or 'iid', or a
+      function as those are.
     method: 'exact', 'sample', or 'auto' for exact where that exists. The attributes above affect
       samples only.
     rotate: whether `MIN_ROTATED` or more samples of 'sobol' are rotated so that their leading
@@ -76,7 +76,7 @@ class Integrator:
   """
 
   num_samples: Count = 64
-  sampler: Literal['sobol', 'iid'] | samplers.Sampler = 'sobol'
+  sampler: str | samplers.Sampler = 'sobol'
   method: Literal['auto', 'exact', 'sample'] = 'auto'
   rotate: bool = True
   tilt: bool = True
@@ -85,6 +85,11 @@ class Integrator:
 
   def __post_init__(self):
     ranges.check(self)
+    if not callable(self.sampler) and self.sampler not in [*samplers.SAMPLERS]:
+      names = ', '.join(map(repr, samplers.SAMPLERS))
+      raise ValueError(
+        f'Integrator.sampler={self.sampler!r} must be one of {names} or a function: @name'
+      )
 
   def with_fixed_points(self, seed: int = 0) -> 'Integrator':
     """The same with `samplers.FixedPoints`, which all examples share.

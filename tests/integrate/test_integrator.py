@@ -15,6 +15,7 @@ from scipy import special
 
 from het_plugin import heads
 from het_plugin.integrate import (
+  SAMPLERS,
   GaussianLogits,
   Hashed,
   Integrator,
@@ -633,12 +634,19 @@ def test_log_prob_over_a_mesh():
     ({'principal_factors': 0}, 'principal_factors=0 must be at least 1 or None'),
     ({'method': 'cuda'}, "method='cuda' must be one of 'auto', 'exact', 'sample'"),
     ({'sampler': None}, 'sampler=None must be one of .* or a function'),
-    ({'sampler': 'halton'}, "sampler='halton' must be one of 'sobol', 'iid' or a function"),
+    ({'sampler': 'halton'}, "sampler='halton' must be one of 'iid', 'sobol' or a function"),
   ],
 )
 def test_bad_settings_are_named(arguments, words):
   with pytest.raises(ValueError, match=words):
     Integrator(**arguments)
+
+
+def test_a_sampler_may_be_added(monkeypatch):
+  monkeypatch.setitem(SAMPLERS, 'dyadic', dyadic)
+  logits = gaussian(make('linear', dtype=jnp.float32), 'linear')
+  named, given = (Integrator(4, sampler=x).log_prob(logits, keys_of()) for x in ('dyadic', dyadic))
+  np.testing.assert_array_equal(named, given)
 
 
 @pytest.mark.slow
