@@ -32,7 +32,7 @@ from het_plugin.estimators.settings import GridSettings, part
 from het_plugin.evaluation.names import naming, task_name
 from het_plugin.measures import votes
 from het_plugin.measures.comparison import EXTREME, extreme_share
-from het_plugin.rows import Reordered, Rows, paired
+from het_plugin.rows import Reordered, Rows, check_features, paired
 from het_plugin.system import exit_codes
 
 _COMPARED = ('nll', 'brier', 'precision_at_1')
@@ -149,12 +149,11 @@ def probe(
     raise ValueError(
       f'--folds={settings.folds} must be at most {len(train_rows.features)}, the rows of {train}'
     )
-  ood_rows = None if ood is None else read(ood, 'the rows of another distribution')[0].features
-  if ood_rows is not None and ood_rows.shape[1] != train_rows.features.shape[1]:
-    raise ValueError(
-      f'--ood has {ood_rows.shape[1]} features and {train} has {train_rows.features.shape[1]}; '
-      'they must be equal'
-    )
+  ood_rows = None
+  if ood is not None:
+    found, name = read(ood, 'the rows of another distribution')
+    check_features((train, f'--ood={name}'), train_rows.meaning, found.meaning)
+    ood_rows = found.features
   y, classes, target = estimators.targets.of_rows(train_rows, settings.target)
   settings = dataclasses.replace(settings, target=target)
   if ood_rows is not None and target == 'auto' and y.ndim == 2:

@@ -12,16 +12,18 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.metrics import accuracy_score
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import (
+  _check_feature_names,
   _check_n_features,
   _check_sample_weight,
+  check_array,
   check_is_fitted,
-  validate_data,
 )
 
 from het_plugin.estimators import calibration, fitting, inputs, placement, starts, targets
 from het_plugin.estimators.model import Model
 from het_plugin.estimators.selection import NOISE_SHARE
 from het_plugin.estimators.settings import FitSettings, estimator, part
+from het_plugin.rows import check_names
 from het_plugin.system import ranges
 from het_plugin.system.ranges import Positive
 
@@ -512,16 +514,22 @@ class HeadClassifier(FitSettings, ClassifierMixin, BaseEstimator):
     """Checked features, and labels as they are."""
     if not fit:
       check_is_fitted(self)
+    names = None
     if not isinstance(X, np.ndarray):
-      X, y = inputs.open_features(X, y)
-    if inputs.is_mapped(X) and (not fit or inputs.streams(X, self.solver)):
-      _check_n_features(self, X, reset=fit)
-      return inputs.Features(X), y
-    if getattr(X, 'ndim', 2) == 1:
-      raise ValueError(f'Reshape your data: X has shape {X.shape}, and must be [N, D]')
-    if str(getattr(X, 'dtype', '')) in inputs.HALVES:
-      X = inputs.widened(X)
-    dtype = [np.float64, np.float32]  # the first is that of integers, which float32 may round
-    X = validate_data(self, X, dtype=dtype, reset=fit, ensure_all_finite=False)
-    inputs.check_finite(X)
+      X, y, names = inputs.open_features(X, y)
+    if fit or names is None:
+      _check_feature_names(self, X, reset=fit)
+    if not inputs.is_mapped(X) or (fit and not inputs.streams(X, self.solver)):
+      if getattr(X, 'ndim', 2) == 1:
+        raise ValueError(f'Reshape your data: X has shape {X.shape}, and must be [N, D]')
+      if str(getattr(X, 'dtype', '')) in inputs.HALVES:
+        X = inputs.widened(X)
+      dtype = [np.float64, np.float32]  # the first is that of integers, which float32 may round
+      X = check_array(X, dtype=dtype, ensure_all_finite=False, estimator=self, input_name='X')
+      inputs.check_finite(X)
+    _check_n_features(self, X, reset=fit)
+    if names is not None and fit:
+      self.feature_names_in_ = np.array(names, object)
+    else:
+      check_names(('the fit', 'X'), getattr(self, 'feature_names_in_', None), names)
     return inputs.Features(X), y

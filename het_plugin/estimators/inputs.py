@@ -30,8 +30,9 @@ _LARGEST = 1e12
 _LARGEST_SUM = 1e38  # of squares
 
 
-def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
-  """Features and labels; what is no file is returned as it is.
+def open_features(x: Any, y: Any = None) -> tuple[Any, Any, list[str] | None]:
+  """Features, labels, and the names of a file's columns if it has any (`Rows.meaning`); what is no
+  file is returned as it is.
 
   Args:
     x: an array; the name of a file (`rows.read`), whose features stay on
@@ -49,17 +50,17 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
       labels = np.array([*(read.class_names or ()), ''], object)[labels]
     if votes.has_shares(read.labels, read.label_weight):
       labels = read  # shares [N, K] are made where they are needed (`labels_of_rows`)
-    return read.features, labels if y is None else y
+    return read.features, labels if y is None else y, read.meaning['feature_names']
   if hasattr(x, 'get_tensor'):
     arrays = {name: np.asarray(x.get_tensor(name)) for name in x.keys()}
     features = files.find_features(arrays)
     if y is None and 'label_weight' in arrays:
       raise ValueError('the open file has label_weight: give its path, which reads weights too')
     labels = files.one_of(arrays, files.LABEL_NAMES)[1] if y is None else y
-    return features, labels
+    return features, labels, None
   if isinstance(x, Mapping) and not hasattr(x, 'shape'):  # of np.load; sparse ones have a shape
     raise ValueError(f'X has several arrays, {", ".join(x)}: give the features, or a path')
-  return x, y
+  return x, y, None
 
 
 def is_mapped(x: Any) -> bool:

@@ -48,7 +48,7 @@ def cross_val_predict(
   check_kind(head)
   if method not in METHODS or (is_pipeline and method == 'predict_clean_proba'):
     raise ValueError(f'method={method!r} is unknown: choose one of {", ".join(METHODS)}')
-  X, y = inputs.open_features(X, y)
+  X, y, _ = inputs.open_features(X, y)
   X = X if hasattr(X, 'shape') else np.asarray(X)
   encoded = targets.encode(inputs.labels_of_rows(len(X), y), head.target)
   folds = check_cv(cv, encoded.main_class(), classifier=True)

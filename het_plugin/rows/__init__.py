@@ -4,6 +4,8 @@ from het_plugin.rows.files import read, read_provenance, write
 from het_plugin.rows.labels import label_rows
 from het_plugin.rows.rows import (
   Rows,
+  check_features,
+  check_names,
   column,
   concatenate,
   layer_of,
@@ -16,6 +18,8 @@ from het_plugin.rows.shards import Reordered
 __all__ = [
   'Reordered',
   'Rows',
+  'check_features',
+  'check_names',
   'column',
   'concatenate',
   'label_rows',

@@ -282,7 +282,8 @@ def layer_of(column: str) -> str:
 
 def paired(sources: Sequence[str], first: Mapping[str, Any], other: Rows) -> Rows:
   """Rows of the second of two sources with the numbers of the first, where its labels are names or
-  all its classes are classes of the first; predictions must be of the same classes.
+  all its classes are classes of the first; predictions must be of the same classes, and features as
+  in `check_features`.
 
   Args:
     sources: the two, as errors name them.
@@ -300,22 +301,7 @@ def paired(sources: Sequence[str], first: Mapping[str, Any], other: Rows) -> Row
       f'the labels of {by_name} are names, and those of {numbered} numbers without names: write '
       'both as names, or both as numbers'
     )
-  for name in ('D', 'checkpoint', 'layer'):
-    ours = first[name]
-    theirs = theirs_of[name]
-    if None not in (ours, theirs) and ours != theirs:
-      raise ValueError(
-        f'{sources[1]} has {name} {theirs} and {sources[0]} {name} {ours}: both must be of the '
-        'same model and layer'
-      )
-  names = first['feature_names'], theirs_of['feature_names']
-  if None not in names:
-    for number, (ours, theirs) in enumerate(zip(*names, strict=False)):
-      if ours != theirs:
-        raise ValueError(
-          f'feature {number} is {theirs!r} in {sources[1]} and {ours!r} in {sources[0]}: both must '
-          'have the same columns in the same order'
-        )
+  check_features(sources, first, theirs_of)
   if classes in (None, other.class_names) or other.class_names is None:
     return other
   known = set(other.class_names)
@@ -332,3 +318,32 @@ def paired(sources: Sequence[str], first: Mapping[str, Any], other: Rows) -> Row
     f'label {label} is {theirs!r} in {sources[1]} and {ours!r} in {sources[0]}: both must have the '
     'same classes'
   )
+
+
+def check_features(
+  sources: Sequence[str], first: Mapping[str, Any], other: Mapping[str, Any]
+) -> None:
+  """Raises ValueError if what two sources say of their features (`Rows.meaning`) differs."""
+  for name in ('D', 'checkpoint', 'layer'):
+    ours = first[name]
+    theirs = other[name]
+    if None not in (ours, theirs) and ours != theirs:
+      raise ValueError(
+        f'{sources[1]} has {name} {theirs} and {sources[0]} {name} {ours}: both must be of the '
+        'same model and layer'
+      )
+  check_names(sources, first['feature_names'], other['feature_names'])
+
+
+def check_names(
+  sources: Sequence[str], first: Sequence[str] | None, other: Sequence[str] | None
+) -> None:
+  """Raises ValueError if columns of equally many features have other names; None are unknown."""
+  if first is None or other is None:
+    return
+  for number, (ours, theirs) in enumerate(zip(first, other, strict=False)):
+    if ours != theirs:
+      raise ValueError(
+        f'feature {number} is {theirs!r} in {sources[1]} and {ours!r} in {sources[0]}: both must '
+        'have the same columns in the same order'
+      )

@@ -5,10 +5,12 @@ import json
 
 import jax
 import numpy as np
+import pyarrow as pa
 import pytest
 import safetensors
 import safetensors.numpy
 from flax import traverse_util
+from pyarrow import csv
 from scipy import special
 from sklearn.pipeline import make_pipeline
 
@@ -162,6 +164,32 @@ def test_a_file_keeps_the_names_of_features_and_classes(data, tmp_path):
       with pytest.raises(ValueError, match='fit to numbers or strings'):
         write(opened, path)
   assert list(estimators.load(path).classes_) == [*'abcd']
+
+
+def test_columns_of_files_and_frames_are_those_of_the_fit(data, tmp_path):
+  x, y = data[0][:30], data[1][:30]
+  names = [*'abcde']
+  table = pa.table({'label': y} | dict(zip(names, x.T.astype(np.float64), strict=True)))
+  train, moved, saved = (str(tmp_path / name) for name in ('a.csv', 'b.csv', 'a.safetensors'))
+  csv.write_csv(table, train)
+  csv.write_csv(table.select(['label', *'bacde']), moved)
+  det = DetClassifier(max_iter=3).fit(train)
+  estimators.save(det, saved)
+  opened = estimators.load(saved)
+  np.testing.assert_array_equal(opened.predict_proba(train), det.predict_proba(train))
+  frame = table.select(names)  # which scikit-learn takes for a data frame
+  of_frame = DetClassifier(max_iter=3).fit(frame, y)
+  np.testing.assert_array_equal(of_frame.predict(train), opened.predict(frame))
+  for fitted in (opened, of_frame):
+    assert fitted.feature_names_in_.tolist() == names
+    with pytest.raises(ValueError, match="feature 0 is 'b' in X and 'a' in the fit: both must"):
+      fitted.nll(moved)
+    with pytest.raises(ValueError, match='Feature names must be in the same order'):
+      fitted.predict(frame.select([*'bacde']))
+    with pytest.warns(UserWarning, match='X does not have valid feature names'):
+      fitted.predict(x)
+  assert not hasattr(opened.fit(x, y), 'feature_names_in_')
+  opened.predict(moved)
 
 
 @pytest.mark.slow

@@ -245,6 +245,18 @@ def test_marked_classes_are_no_class_numbers(few):
   assert targets.of_rows(probe.read((x, y), '')[0], 'votes')[1].tolist() == [0, 1]
 
 
+def test_rows_of_another_distribution_have_the_same_columns(few, tmp_path):
+  for name, columns in (('a', 'a,b'), ('b', 'b,a'), ('c', 'a')):
+    row = ','.join('1' * len(columns.split(',')))
+    (tmp_path / f'{name}.csv').write_text(f'{columns},label\n{row},0\n{row},1\n')
+  train, other, narrow = (str(tmp_path / f'{name}.csv') for name in 'abc')
+  fits = settings(folds=2)
+  with pytest.raises(ValueError, match=f"feature 0 is 'b' in --ood={other} and 'a' in {train}"):
+    probe.probe(train, None, fits, ood=other)
+  with pytest.raises(ValueError, match=f'--ood={narrow} has D 1 and {train} D 2'):
+    probe.probe(train, None, fits, ood=narrow)
+
+
 def test_scores_of_many_classes_are_held_in_blocks(few, monkeypatch, tmp_path):
   train, test = few
   (expected,) = probe.probe(train, test, settings(), ood=train).json

@@ -374,7 +374,7 @@ def test_a_file_keeps_that_its_labels_were_names(tmp_path, suffix):
   path = str(tmp_path / f'b.{suffix}')
   rows.write(path, rows.read(str(tmp_path / 'a.npz')))
   assert rows.read(path).by_name
-  _, labels = inputs.open_features(path)
+  _, labels, _ = inputs.open_features(path)
   assert labels.tolist() == NAMES.tolist()
 
 
