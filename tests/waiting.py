@@ -15,8 +15,8 @@ time.sleep(60)
 """
 
 
-def wait_for(condition, seconds=20):
-  """Returns once condition() holds; fails after so many seconds."""
+def wait_for(condition, seconds=300):
+  """Returns once condition() holds; fails after so many seconds, which a busy machine may take."""
   deadline = time.monotonic() + seconds
   while not condition():
     assert time.monotonic() < deadline, 'it did not happen'

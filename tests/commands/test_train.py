@@ -103,7 +103,7 @@ def test_main_trains_stops_on_sigterm_and_goes_on(tmp_path, run_main):
     assert time.time() < deadline and process.poll() is None
     time.sleep(0.02)
   process.send_signal(signal.SIGTERM)
-  assert process.wait(timeout=120) == 42
+  assert process.wait(timeout=300) == 42
   assert max(line['step'] for line in lines(parts)) < 100
   for model_dir in (parts, whole):
     run_main(main, *arguments(model_dir, *settings))

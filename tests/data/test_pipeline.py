@@ -18,6 +18,7 @@ from het_plugin.data import (
 from het_plugin.data.sources import TaskInfo
 from het_plugin.runs import Run
 from het_plugin.training.partitioning import PjitPartitioner
+from tests.waiting import wait_for
 
 GLYPHS = dict(mixture_or_task_name='glyphs_core', task_feature_lengths={'image': 28, 'label': 1})
 
@@ -284,18 +285,19 @@ def test_reading_ahead_is_bounded_and_the_threads_end():
 
   def ended():
     gc.collect()
-    time.sleep(0.2)
     return not set(threading.enumerate()) - before
 
   iterator = get_dataset(cfg)
   next(iterator)
-  assert not ended() and 2 <= source.last < 2 * 4
+  wait_for(lambda: source.last >= 2)
+  time.sleep(0.2)
+  assert not ended() and source.last < 2 * 4
   iterator.close()
-  assert ended()
+  wait_for(ended)
   dropped = get_dataset(cfg)
   next(dropped)
   del dropped
-  assert ended()
+  wait_for(ended)
 
 
 @pytest.mark.slow

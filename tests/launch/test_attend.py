@@ -101,12 +101,12 @@ def test_a_run_takes_the_slices_that_are_left(cluster):
     return found and int(found[1])
 
   try:
-    wait_for(lambda: replicas() == 2, 60)
+    wait_for(lambda: replicas() == 2)
     nodes = [node('b') for _ in range(4)]
     (cluster / 'nodes.json').write_text(json.dumps({'items': nodes}))
-    wait_for(lambda: replicas() == 1, 60)
+    wait_for(lambda: replicas() == 1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 42
+    assert process.wait(timeout=300) == 42
   finally:
     process.kill()
   assert not (cluster / 'jobset.yaml').exists()
@@ -132,11 +132,11 @@ def test_the_real_kubectl_does_the_same(tmp_path, monkeypatch, run_main):
   try:
     assert run_main(attend, '--count', '--topology=v5e:4x4') == '2\n'
     process = subprocess.Popen(command, cwd=ROOT)
-    wait_for(lambda: server.jobsets, 60)
+    wait_for(lambda: server.jobsets)
     (job,) = server.jobsets['birds']['spec']['replicatedJobs']
     assert job['replicas'] == 2
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 42
+    assert process.wait(timeout=300) == 42
     assert not server.jobsets
   finally:
     server.shutdown()

@@ -230,15 +230,15 @@ def test_a_run_goes_on_with_fewer_processes_and_more_again(tmp_path):
     return 0
 
   try:
-    wait_for(lambda: step() > 5, 120)
+    wait_for(lambda: step() > 5)
     left.write_text('2')
     for number in (2, 3):
       for pid in of_process(number, str(run)):
         os.kill(pid, signal.SIGKILL)
     killed = step()
-    wait_for(lambda: step() > killed + 3, 120)
+    wait_for(lambda: step() > killed + 3)
     left.write_text('4')
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=300) == 0
   finally:
     process.kill()
   assert supervise.read_state(tmp_path)['restarts'] == 0

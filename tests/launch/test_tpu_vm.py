@@ -72,7 +72,7 @@ class Cloud:
       env={**os.environ, 'PATH': programs},
       capture_output=True,
       text=True,
-      timeout=60,
+      timeout=300,
     )
 
   @property

@@ -178,7 +178,7 @@ def test_ctrl_c_lets_the_running_jobs_save(read, tmp_path):
   process.send_signal(signal.SIGINT)
   if read:
     assert 'Stopping: each job saves' in process.stdout.read()
-  assert process.wait(timeout=30) == 42
+  assert process.wait(timeout=300) == 42
   assert not (tmp_path / 'RANDOM_SEED=0').exists()  # was not started
 
 

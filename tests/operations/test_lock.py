@@ -1,6 +1,7 @@
 """Locks on run directories, also where the file system has none, and holders that die."""
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -50,7 +51,7 @@ def test_a_holder_is_named_waited_for_and_one_that_was_killed_holds_nothing(tmp_
     assert f'process {holder.pid} on {socket.gethostname()}, since 2' in message
     assert {path.name for path in tmp_path.iterdir()} == {lock.NAME, 'attempts'}
     threading.Timer(0.5, holder.kill).start()
-    with held(tmp_path, patience=20) as attempt:
+    with held(tmp_path, patience=300) as attempt:
       assert holder.wait() == -signal.SIGKILL
       os.kill(worker, 0)
       assert attempt == tmp_path / 'attempts' / 'attempt_0002'
@@ -89,9 +90,22 @@ def write_facts(attempt, beat, state=attempts.RUNNING):
 def test_one_whose_facts_change_holds_it(tmp_path, no_locks):
   with held(tmp_path) as attempt:
     write_facts(attempt, 1)
-    threading.Timer(0.3, write_facts, (attempt, 2)).start()
-    assert 'in use by process 0 (host there, pid 7)' in refused(tmp_path, patience=1)
-    write_facts(attempt, 3, attempts.DONE)
+    stopped = threading.Event()
+
+    def beat():
+      for number in itertools.count(2):
+        write_facts(attempt, number)
+        if stopped.wait(0.05):
+          return
+
+    beats = threading.Thread(target=beat)
+    beats.start()
+    try:
+      assert 'in use by process 0 (host there, pid 7)' in refused(tmp_path, patience=1)
+    finally:
+      stopped.set()
+      beats.join()
+    write_facts(attempt, 1, attempts.DONE)
     with held(tmp_path, patience=60) as second:  # at once
       assert second.name == 'attempt_0002'
 

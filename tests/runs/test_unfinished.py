@@ -295,7 +295,7 @@ def extract_by_two(folder, stop_at):
     subprocess.Popen([*command, number], stdout=subprocess.PIPE, text=True, env=environment)
     for number in '01'
   ]
-  return [process.communicate(timeout=100)[0].split()[-1] for process in both]
+  return [process.communicate(timeout=300)[0].split()[-1] for process in both]
 
 
 @pytest.mark.slow

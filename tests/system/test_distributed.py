@@ -90,7 +90,7 @@ def join(**environment):
     cwd=ROOT,
     capture_output=True,
     text=True,
-    timeout=60,
+    timeout=300,
   )
   return result.returncode, [line for line in result.stderr.splitlines() if 'Error' in line]
 
@@ -165,7 +165,7 @@ def test_how_the_others_of_a_lost_process_end(fault, culprit, codes):
   try:
     for process, code in zip(started, codes, strict=True):
       if code is not None:
-        assert processes.exit_code(process.wait(60)) == code
+        assert processes.exit_code(process.wait(300)) == code
   finally:
     for process in started:
       process.kill()

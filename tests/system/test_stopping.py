@@ -15,7 +15,7 @@ from launch import local
 
 ROOT = Path(__file__).parents[2]
 
-# A main that compiles, in C++, for a minute or two.
+# A main that compiles, in C++, for half a minute or more.
 COMPILING = """
 from het_plugin.system import stopping
 stopping.install()
@@ -29,7 +29,7 @@ from het_plugin.operations import operations
 from het_plugin.training import observer
 
 def step(x):
-  for i in range(300):
+  for i in range(600):
     noise = jax.random.normal(jax.random.key(i), x.shape)
     x = jnp.sin(x @ x + i) * jnp.cos(jnp.cumsum(x, 0)) + noise
   return x
@@ -72,7 +72,7 @@ print(stopping.requested(), flush=True)
 
 def run(code, *arguments):
   command = [sys.executable, '-W', 'ignore', '-c', code, *arguments]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize(('number', 'service'), [(signal.SIGINT, False), (signal.SIGTERM, True)])
@@ -91,9 +91,9 @@ def test_a_compilation_is_left_at_once(number, service, tmp_path):
   time.sleep(0.5)
   before = time.monotonic()
   process.send_signal(number)
-  output, errors = process.communicate(timeout=60)
+  output, errors = process.communicate(timeout=300)
   assert process.returncode == 42 and 'compiled' not in output
-  assert time.monotonic() - before < 10
+  assert time.monotonic() - before < 20
   assert 'stopped. There was nothing new to save' in errors and 'Traceback' not in errors
   facts = json.loads((tmp_path / 'attempts/attempt_0001/process-00000.json').read_text())
   assert (facts['state'], facts['exit_code']) == ('preempted', 42)
@@ -110,7 +110,7 @@ def test_the_service_hears_of_a_signal_between_steps(tmp_path):
   )
   assert process.stdout.readline() == 'compiling\n'
   process.send_signal(signal.SIGTERM)
-  _, errors = process.communicate(timeout=60)
+  _, errors = process.communicate(timeout=300)
   assert 'saving and exiting after this step' in errors and errors.rstrip().endswith('saved')
 
 
@@ -147,7 +147,7 @@ def test_the_main_of_training_stops_while_it_imports(tmp_path):
   while not handled():
     assert process.poll() is None
   process.terminate()
-  _, errors = process.communicate(timeout=60)
+  _, errors = process.communicate(timeout=300)
   assert process.returncode == 42 and 'Traceback' not in errors, errors
 
 
@@ -180,5 +180,5 @@ with stopping.handled(lambda: False, lambda: print('it leaves')):
 
 def test_a_worker_ends_on_its_own_signal():
   command = [sys.executable, '-c', WORKER]
-  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
   assert result.stdout.split() == [str(-signal.SIGTERM), 'False']

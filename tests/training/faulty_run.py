@@ -6,6 +6,7 @@ Before the run they do what `late_run` does.
 import errno
 import os
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -18,12 +19,16 @@ from tests.training import late_run, toy_run
 class FullDisk:
   """A part of a write in the background, as orbax waits for it."""
 
+  met = threading.Event()  # by the thread that writes
+
   def result(self, timeout=None):
+    self.met.set()
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def fill_disk(patch) -> None:
   """From now on what is saved fails in the background; patch(object, name, value) sets it."""
+  FullDisk.met.clear()
   handler = checkpoints.ocp.PyTreeCheckpointHandler
   async_save = handler.async_save
 

@@ -39,6 +39,7 @@ from het_plugin.training import step as step_lib
 from launch import soak
 from tests.training import faulty_run, toy, toy_run
 from tests.training.toy_run import assert_equal, lines, series
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,9 +58,7 @@ class Interrupt(actions.BaseAction):
 def sigterm():
   """Sends SIGTERM to this process, and returns when it is noticed."""
   os.kill(os.getpid(), signal.SIGTERM)
-  for _ in range(1000):
-    if not stopping.requested():
-      time.sleep(0.01)
+  wait_for(stopping.requested)
 
 
 @pytest.fixture(scope='module')
@@ -238,7 +237,7 @@ def run_two(module, *arguments):
     for i, log in enumerate(logs)
   ]
   try:
-    codes = [process.wait(timeout=120) for process in processes]
+    codes = [process.wait(timeout=300) for process in processes]
   finally:
     for process in processes:
       process.kill()
@@ -340,6 +339,7 @@ def test_a_full_disk_ends_the_run_soon_and_it_goes_on(tmp_path, uninterrupted, m
       if steps[-1] == 9:
         monkeypatch.setattr(run_files, 'append_text', fail)
       if steps[-1] > 8:
+        assert faulty_run.FullDisk.met.wait(300)
         time.sleep(0.5)
 
   with pytest.raises(checkpoints.SaveFailed, match='step 8 .* No space left .*checkpoint_4,'):
@@ -635,19 +635,17 @@ def test_profiles_of_the_steps_bound_and_on_request(tmp_path, monkeypatch):
   monkeypatch.setattr(operations, '_ALONE_LEAD_SECONDS', 0)
   request = tmp_path / 'profile_request'
 
-  def is_unanswered():
+  def is_answered():
     try:
-      return 'first' not in request.read_text()
-    except FileNotFoundError:  # answered, and done with
-      return False
+      return 'first' in request.read_text()
+    except FileNotFoundError:  # and done with
+      return True
 
   class Ask(actions.BaseAction):
     def run(self, train_state, metrics_by_task):
       if int(train_state.step) == 2:
         request.write_text('{"steps": 2}')
-      for _ in range(1000):
-        if is_unanswered():
-          time.sleep(0.01)
+      wait_for(is_answered)
       return False
 
   toy_run.run(tmp_path, actions={'TRAIN': [Ask()]}, profile_steps=(10, 11))
