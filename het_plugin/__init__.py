@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     GaussianLogits,
     Integrator,
     Location,
+    LowRank,
     cross_entropy,
     example_keys,
     iid,

@@ -137,8 +137,9 @@ class PredictiveLogits(nn.Module):
   given, as in training, the keys come from it. Without it they are the same in every call, so that
   a prediction is a function of the parameters, phi and the row.
 
-  A caller that makes the collection 'intermediates' mutable gets 'gaussian_logits', the
-  `GaussianLogits`, and 'expected_entropy' [B] (`Integrator.expected_entropy`).
+  A caller that makes the collection 'intermediates' mutable, other than by a `DenyList`, gets
+  'gaussian_logits', the `GaussianLogits`, and 'expected_entropy' [B]
+  (`Integrator.expected_entropy`).
 
   In training, `Integrator.nll` on the head itself has less noise for the same S, because it places
   its samples where they explain the label (docs/integrator.md).
@@ -169,7 +170,11 @@ class PredictiveLogits(nn.Module):
     key = self.make_rng(self.rng_collection) if has_rng else jax.random.key(0)
     keys = row_keys(key, phi.shape[0])
     logits = self.head(phi)
-    if self.is_mutable_collection('intermediates') and isinstance(logits, GaussianLogits):
+    # Keras's FlaxLayer makes all but the parameters mutable, and expects the collections of `init`.
+    is_asked = self.is_mutable_collection('intermediates') and not (
+      self.scope and isinstance(self.scope.mutable, nn.DenyList)
+    )
+    if is_asked and isinstance(logits, GaussianLogits):
       self.sow('intermediates', 'gaussian_logits', logits)
       if isinstance(self.integrator, Integrator):
         entropy = self.integrator.expected_entropy(logits, keys)

@@ -512,7 +512,7 @@ def _check_arrays(
   label_arrays: Sequence[jax.Array],
 ) -> None:
   arrays = (phi, kernel) if bias is None else (phi, kernel, bias)
-  fits = kernel.ndim == 2 and phi.ndim >= 2 and phi.shape[-1] == kernel.shape[0]
+  fits = kernel.ndim == 2 and phi.ndim >= 1 and phi.shape[-1] == kernel.shape[0]
   fits = fits and (bias is None or bias.shape == kernel.shape[1:])
   if not fits or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
     raise ValueError(

@@ -189,8 +189,11 @@ def test_what_a_host_can_log():
   assert jax.eval_shape(lambda: gaussian.factors()).shape == (B, 3, 128)
   total = -(np.exp(logits) * logits).sum(-1)
   assert ((entropy > 0) & (entropy < total)).all()
-  variables = jax.eval_shape(layer.init, jax.random.key(1), PHI)
+  variables = layer.init(jax.random.key(1), PHI)
   assert set(variables) == {'params', 'params_axes'}
+  # As Keras's FlaxLayer calls a module: the collections are then those of `init`.
+  of_keras = functools.partial(layer.apply, mutable=nn.DenyList('params'))
+  assert set(jax.eval_shape(of_keras, variables, PHI)[1]) == {'params_axes'}
 
 
 class Host(nn.Module):

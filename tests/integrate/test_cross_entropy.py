@@ -397,6 +397,13 @@ def test_examples_may_have_two_dimensions(name):
   np.testing.assert_array_equal(found, in_twos(expected))
 
 
+def test_a_host_may_map_the_loss_of_one_example():
+  phi, kernel, bias = arrays()
+  of_one = functools.partial(cross_entropy, kernel=kernel, bias=bias)
+  found = jax.vmap(lambda phi, label: of_one(phi, labels=label))(phi, IDS)
+  np.testing.assert_allclose(found, cross_entropy(phi, kernel, bias, IDS), rtol=1e-6)
+
+
 @pytest.mark.parametrize('tau', [jnp.float32(2), nnx.Param(jnp.float32(2)), np.array([2.0])])
 def test_a_jitted_loss_may_close_over_its_temperature(tau):
   phi, kernel, bias = arrays()
