@@ -206,7 +206,8 @@ def encode(
 
 def of_rows(rows: Rows, target: str) -> tuple[np.ndarray, np.ndarray, str]:
   """y of fits to rows, its classes, and which `target` it is: ids [N]; with several labels a row
-  votes [N, L], an indicator [N, K], or, where they have weights, shares of the classes [N, K].
+  votes [N, L], also of rows that say who gave them, an indicator [N, K], or, where they have
+  weights, shares of the classes [N, K].
 
   Raises:
     ValueError: an example has not one label, or labels mark classes.
@@ -216,6 +217,8 @@ def of_rows(rows: Rows, target: str) -> tuple[np.ndarray, np.ndarray, str]:
   if votes.has_shares(labels, rows.label_weight):
     shares = votes.shares(labels, num_classes, rows.label_weight)
     return shares, np.arange(num_classes), 'probabilities'
+  if rows.annotator is not None and labels.shape[1] > 1:
+    target = 'votes'
   if target == 'votes' or labels.shape[1] == 1:
     y = labels if target == 'votes' else rows.label
     return y, np.unique(labels[labels >= 0]), target

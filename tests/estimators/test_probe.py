@@ -485,5 +485,9 @@ def test_votes_and_rows_of_another_distribution(tmp_path):
   assert found['soft_label_nll'] == pytest.approx(-np.mean(expected), abs=1e-5)
   assert found['disagreement_correlation'] > 0.2 and found['ood_auroc'] > 0.6
   assert 'ood_auroc' in report.text()
+  who = np.where(votes >= 0, np.arange(3), -1).astype(np.int32)
+  np.savez(tmp_path / 'who.npz', features=x[:200], label=votes[:200], annotator=who[:200])
+  (row,) = probe.probe(*(str(tmp_path / x) for x in ('who.npz', 'b.npz')), settings()).json
+  assert row['nll'] == pytest.approx(report.json[0]['nll'], rel=1e-6)
   with pytest.raises(ValueError, match='ood.npz needs one label a row, or --target=votes'):
     probe.probe(str(tmp_path / 'a.npz'), None, settings(), str(tmp_path / 'ood.npz'))
