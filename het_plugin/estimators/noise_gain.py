@@ -27,6 +27,7 @@ from het_plugin.estimators import (
   lbfgs,
   objective,
   placement,
+  probe,
   selection,
   targets,
 )
@@ -178,8 +179,8 @@ def noise_test(
   with Progress('noise test', folds * (1 + len(names)), unit='fits', shown=progress) as bar:
     for number, (fitted, held_out) in enumerate(parts):
       of_fold[held_out] = number
-      if labels.kind == 'classes' and location is None:
-        seen[held_out] = np.isin(labels.values[held_out, 0], labels.values[fitted, 0])
+      if labels.kind in ('classes', 'votes') and location is None:
+        seen[held_out] = probe.are_known(labels.values[held_out], labels.values[fitted])
       fold = _Fold(test, x, labels, fitted, held_out)
       gradient = max(gradient, fold.det.gradient)
       refit[held_out] = fold.refit

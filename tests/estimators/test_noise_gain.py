@@ -112,6 +112,15 @@ def test_several_labels_and_a_given_location():
   assert found.nll == pytest.approx(det.nll(x, y).mean(), abs=0.01)
 
 
+def test_rows_with_a_vote_that_no_other_fold_has_are_left_out():
+  x = np.random.default_rng(0).normal(size=(40, 2)).astype(np.float32)
+  votes = np.stack([x[:, 0] > 0, x[:, 1] > 0], axis=1).astype(int)
+  votes[5, 1] = 2
+  settings = {'heads': ['het'], 'num_factors': 1, 'max_iter': 3, 'progress': False}
+  found = noise_test(x, votes, target='votes', **settings)
+  assert (found.num_rows, found.left_out) == (39, 1) and found.nll < 2
+
+
 def test_few_rows_are_said_to_be_few():
   gain = np.zeros(8)
   tested = [noise_gain.Tested(name, gain, gain, gain, ['none'], 9.0) for name in ('het', HIDDEN)]
