@@ -189,6 +189,8 @@ def ensemble(settings: Settings) -> reporting.Report:
   validation, test = settings.validation, settings.test
   names = evaluation.candidates.candidate_names(settings.names, validation, test, flag='validation')
   # The test files are also read now, so that a wrong one is found before anything is computed.
+  for pair in zip(validation, test, strict=False):
+    runs.sources.different(pair, 'validation')
   labels = []
   meanings = []
   for read in evaluation.candidates.same_predictions(validation, 'validation'):

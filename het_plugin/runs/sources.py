@@ -247,16 +247,16 @@ def halves(text: str) -> tuple[str, str | None]:
   )
 
 
-def different(texts: Sequence[str]) -> list[Source]:
-  """A training source, and a test source if there is one.
+def different(texts: Sequence[str], flag: str = 'train') -> list[Source]:
+  """A source of training, or of another flag, and a test source if there is one.
 
   Raises:
     ValueError: as `open_source` does, or both are one file.
   """
   found = list(map(open_source, texts))
-  of_train, *of_test = map(file_of, found, ('train', None)[: len(texts)])
+  of_train, *of_test = map(file_of, found, (flag, None)[: len(texts)])
   if of_train and any(x and _absolute(x) == _absolute(of_train) for x in of_test):
-    raise ValueError(f'--train={texts[0]} and --test={texts[1]} are one file, {of_train}')
+    raise ValueError(f'--{flag}={texts[0]} and --test={texts[1]} are one file, {of_train}')
   return found
 
 

@@ -177,6 +177,7 @@ def test_ensemble_beside_the_best_and_the_average(runs, run):
     (['rank', '--train=GOOD', '--test=TEST', '--keep=2'], '--keep=2 must be in 1 .. 1'),
     (['rank', '--train=x.npz', '--l2=-1'], "--l2=-1 must be above 0 or one of 'loo', 'heldout'"),
     (['ensemble', '--validation=P,Q'], 'log_prob_test.npz and '),
+    (['ensemble', '--validation=P', '--test=P'], 'log_prob_train.npz are one file, '),
     (
       ['ensemble', '--validation=P', '--test=POOR'],
       'has checkpoint runs/poor and ',
