@@ -2,7 +2,7 @@
 
     python -m het_plugin.audit --train=train.npz --csv=audit.csv --json=audit.json
     python -m het_plugin.audit --train=train.npz --suggest=corrected.npz
-    python -m het_plugin.audit --checkpoint=runs/det --dataset=digits --html=audit.html
+    python -m het_plugin.audit --checkpoint=model.safetensors --dataset=birds --html=audit.html
     python -m het_plugin.audit --train=train.npz --dataset=digits --html=audit.html
 
 Fits a head to each fold's other folds, and compares the labels with its location: what it says of
@@ -325,6 +325,13 @@ def report(
   if head == 'det' and rounds == 1:
     notes.append(
       'det has no noise. After one round its p is that of the label: it finds too few wrong ones.'
+    )
+  made = rows.provenance
+  is_of_run = repr(made.get('dataset')) in made.get('config', '')  # whose task it is
+  if head and made.get('split') == 'train' and is_of_run:
+    notes.append(
+      'The features are of a run that was trained on these labels. It hides the wrong ones that it '
+      'has learned: take the features of another backbone.'
     )
   truth = {}
   if examples and examples.info.true_classes and examples.info.knows_truth(examples.whole):

@@ -17,6 +17,7 @@ from PIL import Image
 from het_plugin import rows as rows_lib
 from het_plugin.commands import audit
 from het_plugin.data import image_folder, tasks
+from het_plugin.estimators.settings import GridSettings
 
 FAST = ['--folds=2', '--C=10', '--max_iter=40']
 HET_XL = ['--head=het_xl', '--C_noise=1', '--num_factors=1', '--rounds=2']
@@ -242,6 +243,23 @@ def test_a_run_is_represented_and_its_images_shown(digits_det_run, run_main, tmp
   for image, _, text in shown:
     expected = np.round((images[int(text.partition('#')[2]), ..., 0] + 1) * 127.5)
     np.testing.assert_array_equal(image, expected)
+
+
+@pytest.mark.parametrize(
+  'split,config,is_warned',
+  [
+    ('train', "MIXTURE_OR_TASK_NAME = 'npz:a.npz'", True),
+    ('test', "MIXTURE_OR_TASK_NAME = 'npz:a.npz'", False),
+    ('train', "MIXTURE_OR_TASK_NAME = 'npz:b.npz'", False),
+  ],
+)
+def test_features_that_have_learned_the_labels(split, config, is_warned):
+  x = np.random.default_rng(0).normal(size=(40, 2))
+  about = {'dataset': 'npz:a.npz', 'split': split, 'config': config}
+  labels = np.int32(x[:, :1] > 0)
+  rows = rows_lib.Rows({'features': x}, labels, np.arange(40), provenance=about)
+  notes = audit.report(rows, GridSettings(['det'], folds=2, progress=False), rounds=1).notes
+  assert any('trained on these labels' in note for note in notes) == is_warned
 
 
 def test_what_is_wrong_is_one_sentence(noisy, run_main, tmp_path):
