@@ -74,3 +74,10 @@ def read(source: TextOrArrays, name: str, split: str | None = None) -> tuple[Row
   x = np.asanyarray(source[0])
   y = np.asarray(source[1])  # keeps a memory map
   return Rows({'features': x}, label_rows(y, len(x)), np.arange(len(x))), name
+
+
+def have_learned(rows: Rows) -> bool:
+  """Whether the features are of a run that was trained on the labels, as far as they say so."""
+  made = rows.provenance
+  is_own_task = repr(made.get('dataset')) in made.get('config', '')
+  return made.get('split') == 'train' and is_own_task

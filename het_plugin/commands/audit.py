@@ -32,7 +32,7 @@ import numpy as np
 from het_plugin import estimators, evaluation, measures, reporting, runs, weights
 from het_plugin import rows as rows_lib
 from het_plugin.cli.settings import ResultFiles
-from het_plugin.commands._rows import RowsSettings, TextOrArrays, read
+from het_plugin.commands._rows import RowsSettings, TextOrArrays, have_learned, read
 from het_plugin.estimators.settings import DET_TOL, ROUNDS, Grid, GridSettings, part
 from het_plugin.rows import files, shards
 from het_plugin.system.flag_values import Head
@@ -326,9 +326,7 @@ def report(
     notes.append(
       'det has no noise. After one round its p is that of the label: it finds too few wrong ones.'
     )
-  made = rows.provenance
-  is_of_run = repr(made.get('dataset')) in made.get('config', '')  # whose task it is
-  if head and made.get('split') == 'train' and is_of_run:
+  if head and have_learned(rows):
     notes.append(
       'The features are of a run that was trained on these labels. It hides the wrong ones that it '
       'has learned: take the features of another backbone.'

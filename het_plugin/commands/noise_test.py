@@ -19,7 +19,7 @@ import numpy as np
 from het_plugin import estimators, measures, reporting, runs
 from het_plugin.cli.settings import ReportFolder
 from het_plugin.commands import evaluate
-from het_plugin.commands._rows import read
+from het_plugin.commands._rows import have_learned, read
 from het_plugin.evaluation.names import short_names
 from het_plugin.measures import votes
 from het_plugin.system.flag_values import NoisyHead
@@ -78,7 +78,14 @@ def run(settings: Settings) -> reporting.Report:
   rows, name = read(settings.train or '', 'the rows', 'train')
   y, _, target = estimators.targets.of_rows(rows, settings.target)
   fits = {**_FITS_OF_ROWS, **fits, 'C': settings.C, 'target': target}
-  return make_report({'rows': estimators.noise_gain.noise_test(rows.features, y, **fits)}, name)
+  report = make_report({'rows': estimators.noise_gain.noise_test(rows.features, y, **fits)}, name)
+  if have_learned(rows):
+    note = (
+      'The features are of a run that was trained on these labels. The noise gains little on what '
+      'it has learned: take a split that it was not trained on.'
+    )
+    return dataclasses.replace(report, notes=[*report.notes, note])
+  return report
 
 
 def of_run(run: runs.Run, task: str, split: str, **settings: Any) -> estimators.noise_gain.Result:

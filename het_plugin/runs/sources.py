@@ -188,6 +188,7 @@ def _computed(
     on_disk[name].flags.writeable = False  # others get the same rows
   found = dataclasses.replace(found, columns=on_disk)
   about = {'checkpoint': run.checkpoint, 'layer': 'pre_logits', 'source': f'{path}:{split}'}
+  about['config'] = run.config.text
   return _described(found, task, split, about)
 
 

@@ -15,7 +15,7 @@ from absl import flags
 from PIL import Image
 
 from het_plugin import rows as rows_lib
-from het_plugin.commands import audit
+from het_plugin.commands import audit, noise_test
 from het_plugin.data import image_folder, tasks
 from het_plugin.estimators.settings import GridSettings
 
@@ -253,13 +253,20 @@ def test_a_run_is_represented_and_its_images_shown(digits_det_run, run_main, tmp
     ('train', "MIXTURE_OR_TASK_NAME = 'npz:b.npz'", False),
   ],
 )
-def test_features_that_have_learned_the_labels(split, config, is_warned):
+def test_features_that_have_learned_the_labels(split, config, is_warned, tmp_path):
   x = np.random.default_rng(0).normal(size=(40, 2))
   about = {'dataset': 'npz:a.npz', 'split': split, 'config': config}
   labels = np.int32(x[:, :1] > 0)
   rows = rows_lib.Rows({'features': x}, labels, np.arange(40), provenance=about)
-  notes = audit.report(rows, GridSettings(['det'], folds=2, progress=False), rounds=1).notes
-  assert any('trained on these labels' in note for note in notes) == is_warned
+  path = str(tmp_path / f'{split}.npz')
+  rows_lib.write(path, rows)
+  fast = {'heads': ('het_h',), 'num_factors': 1, 'folds': 2, 'max_iter': 2}
+  reports = [
+    audit.report(path, GridSettings(['det'], folds=2, progress=False), rounds=1),
+    noise_test.run(noise_test.Settings(train=path, **fast)),
+  ]
+  for report in reports:
+    assert any('trained on these labels' in note for note in report.notes) == is_warned
 
 
 def test_what_is_wrong_is_one_sentence(noisy, run_main, tmp_path):
