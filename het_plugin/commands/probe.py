@@ -27,7 +27,7 @@ import numpy as np
 
 from het_plugin import estimators, evaluation, measures, reporting, runs
 from het_plugin.cli.settings import Processes, ResultFiles
-from het_plugin.commands._rows import RowsSettings, TextOrArrays, read
+from het_plugin.commands._rows import RowsSettings, TextOrArrays, have_learned, read
 from het_plugin.estimators.settings import GridSettings, part
 from het_plugin.evaluation.names import naming, task_name
 from het_plugin.measures import votes
@@ -195,6 +195,11 @@ def probe(
   if first.left_out:
     notes.append(f'Rows left out, because no other fold has their class: {first.left_out}.')
   notes += [note for x in outcomes for note in _ends_of_the_grid(x, settings)]
+  if have_learned(train_rows):
+    notes.append(
+      'The heads are fitted to features of a run that was trained on these labels: on other rows '
+      'they do worse. Features of another backbone tell what noise gains.'
+    )
   return reporting.Report(
     title='Heads on saved representations',
     introduction=f'{len(first.scores.index):,} examples of {where}; heads fitted to '

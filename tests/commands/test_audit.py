@@ -15,7 +15,7 @@ from absl import flags
 from PIL import Image
 
 from het_plugin import rows as rows_lib
-from het_plugin.commands import audit, noise_test
+from het_plugin.commands import audit, noise_test, probe
 from het_plugin.data import image_folder, tasks
 from het_plugin.estimators.settings import GridSettings
 
@@ -260,9 +260,11 @@ def test_features_that_have_learned_the_labels(split, config, is_warned, tmp_pat
   rows = rows_lib.Rows({'features': x}, labels, np.arange(40), provenance=about)
   path = str(tmp_path / f'{split}.npz')
   rows_lib.write(path, rows)
+  settings = GridSettings(['det'], folds=2, progress=False)
   fast = {'heads': ('het_h',), 'num_factors': 1, 'folds': 2, 'max_iter': 2}
   reports = [
-    audit.report(path, GridSettings(['det'], folds=2, progress=False), rounds=1),
+    audit.report(path, settings, rounds=1),
+    probe.probe(path, None, settings),
     noise_test.run(noise_test.Settings(train=path, **fast)),
   ]
   for report in reports:
