@@ -3,9 +3,9 @@
 #
 # Version: baal 2.1.0, torch 2.14.1.
 # Behaviour: its heuristics take logits or probabilities, and decide by the sums over classes: if one sum of the whole
-#   array is not within 1e-5 of 1, a softmax is applied to all. float16 rounds more than that with ten classes, and
-#   sums in float32 do with some ten thousand classes. A softmax of numbers between 0 and 1 is nearly uniform, so members
-#   of an ensemble seem to agree everywhere. Nothing is said, and one row decides for all others.
+#   array is not within 1e-5 of 1, a softmax is applied to all. float16 rounds more than that with ten classes, and sums
+#   in float32 do with some ten thousand classes. A softmax of numbers between 0 and 1 is nearly uniform, so members of
+#   an ensemble seem to agree everywhere. Nothing is said, and one row decides for all others.
 # Output seen (BALD of 100 rows and ten members whose disagreement grows with the row; the mean, and the rank
 #   correlation with the values of float64):
 #   10 classes: float32 0.213, 1.00; float16 0.006, 0.97

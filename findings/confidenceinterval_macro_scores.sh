@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# confidenceinterval: intervals of a macro F1 are too wide with two classes, and a quarter of their width with a hundred.
+# confidenceinterval: intervals of a macro F1 are too wide with two classes, and a quarter as wide as right with 100.
 #
 # Version: confidenceinterval 1.0.5, scikit-learn 1.9.1.
 # Behaviour: `f1_score(average='macro')` has its variance from a paper, by the docstring. What it returns is more than

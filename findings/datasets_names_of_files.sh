@@ -4,8 +4,8 @@
 # Version: datasets 5.2.0.
 # Behaviour: `to_parquet` writes the names of the classes into each file. Where files have the same names in another
 #   order, `load_dataset` takes those of the first file for all of them and keeps the numbers. Rows of the other files,
-#   or the whole test split, then have labels of other classes. Nothing is said, with `streaming=True` neither. Splits or
-#   parts that were encoded one by one are such files. `concatenate_datasets` refuses the same two datasets. Numbers
+#   or the whole test split, then have labels of other classes. Nothing is said, with `streaming=True` neither. Splits
+#   or parts that were encoded one by one are such files. `concatenate_datasets` refuses the same two datasets. Numbers
 #   outside of the names are a known fault (https://github.com/huggingface/datasets/issues/8596); here all are in range.
 # Output seen (each file holds a cat, a dog and a fish, in this order):
 #   train: cat, dog, fish

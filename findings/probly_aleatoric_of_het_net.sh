@@ -4,9 +4,9 @@
 # Version: probly 0.9.1, torch 2.14.1.
 # Behaviour: samples of a `het_net` are draws of its label noise, and its docstring has "only capture aleatoric
 #   uncertainty". What `decompose` returns is the mean entropy of the samples, as for an ensemble. The spread of the
-#   samples, which is the noise, is left out: the more noise and the lower the temperature, the less uncertain the labels
-#   seem. Where noise tells rows apart they are ranked the wrong way around, and nets of two temperatures cannot be
-#   compared.
+#   samples, which is the noise, is left out: the more noise and the lower the temperature, the less uncertain the
+#   labels seem. Where noise tells rows apart they are ranked the wrong way around, and nets of two temperatures cannot
+#   be compared.
 # Output seen (three classes of equal means, so labels have an entropy of log 3 = 1.099; standard deviation of the noise
 #   over the temperature):
 #   noise 0.1: aleatoric 1.095, entropy of the mean of the samples 1.099

@@ -2,11 +2,11 @@
 # probly: with equal scores, its AUROC of out-of-distribution rows is too good: of equal ones they come first.
 #
 # Version: probly 0.9.1, scikit-learn 1.9.1.
-# Behaviour: `roc_curve` has a point for each row, also where rows have one score, and takes them in the order of a sort.
-#   numpy and jax arrays are sorted upwards and reversed, so of equal scores the last one comes first. `evaluate_ood`
-#   puts rows from outside after the others: scores that say nothing find all of them. With torch tensors it is the
-#   reverse. Average precision and the false positive rate at 95% have the same fault. Confidences of a sure model are
-#   often equal: 1 - p is 0 from a margin of logits of 17 in float32, and of 6 in bfloat16.
+# Behaviour: `roc_curve` has a point for each row, also where rows have one score, and takes them in the order of a
+#   sort. numpy and jax arrays are sorted upwards and reversed, so of equal scores the last one comes first.
+#   `evaluate_ood` puts rows from outside after the others: scores that say nothing find all of them. With torch tensors
+#   it is the reverse. Average precision and the false positive rate at 95% have the same fault. Confidences of a sure
+#   model are often equal: 1 - p is 0 from a margin of logits of 17 in float32, and of 6 in bfloat16.
 # Output seen (AUROC, average precision and false positive rate of `evaluate_ood`; 2,000 rows each; nothing tells
 #   outside from inside, so 0.5, 0.5 and 0.95 are right):
 #   one score for all: 1.000, 1.000, 0.000; scikit-learn 0.500

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# puncc: a prediction set has at most as many classes as the batch has examples, so that coverage falls in small batches.
+# puncc: a set has at most as many classes as the batch has examples, so that coverage falls in small batches.
 #
 # Version: puncc 0.8.0, numpy 2.5.5.
-# Behaviour: `APS` and `RAPS` bound the number of classes in a set by the number of rows that `predict` is given, where the
-#   number of classes is meant. A test set as a whole hides it. Served in batches, or where sets of many classes are
+# Behaviour: `APS` and `RAPS` bound the number of classes in a set by the number of rows that `predict` is given, where
+#   the number of classes is meant. A test set as a whole hides it. Served in batches, or where sets of many classes are
 #   larger than a batch, labels are cut off and the promised coverage is lost. Nothing is said. `LAC` is right.
 # Output seen (1,000 classes, a calibrated model, sets that promise 90%; coverage, classes of a set):
 #   all 2,000 rows: 0.89, 405
