@@ -359,6 +359,13 @@ def _other_columns(tmp_path):
   return f'parquet:{tmp_path}'
 
 
+def _other_order_of_names(tmp_path):
+  for file, names in (('train', NAMES), ('test', NAMES[::-1])):
+    feature = {'label': {'names': names, '_type': 'ClassLabel'}}
+    write_parquet(tmp_path / f'{file}.parquet', {'image': [encoded(1)], 'label': [0]}, feature)
+  return f'parquet:{tmp_path}'
+
+
 def _soft_of_two_lengths(tmp_path):
   columns = {'image': [encoded(1)] * 2, 'label': pa.array([[0.5, 0.5], [1.0]])}
   write_parquet(tmp_path / 'x.parquet', columns)
@@ -413,6 +420,7 @@ def _no_labels(tmp_path):
     (_parquet, '?image=c', "there is no column 'c'; the columns are a"),
     (_parquet, '?picture=a', "'picture=a' must be USE=COLUMN, with a use out of image, label"),
     (_other_columns, '', 'has other columns than'),
+    (_other_order_of_names, '', 'have other names for the classes of label, or another order'),
     (_soft_of_two_lengths, '', 'lists of 1 to 2 numbers; soft labels need K'),
     (_no_parquet, '', 'is not a whole Parquet file'),
     (lambda tmp_path: f'parquet:{tmp_path}', '', r'no file there is named \*\.parquet'),
