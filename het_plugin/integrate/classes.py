@@ -32,11 +32,21 @@ from het_plugin.integrate.gaussian import (
   matmul,
   project,
 )
-from het_plugin.integrate.placement import Placement, budget, bytes_per_device, num_shards
+from het_plugin.integrate.placement import (
+  Placement,
+  budget,
+  bytes_per_device,
+  num_shards,
+  platform,
+)
 
 # Where the logits of all classes are more than the budget, the arrays of a tile take a half of it.
 TILE_SHARE = 2
 TILE_MULTIPLE = 128  # the width of a TPU's registers
+# Rows of W whose columns at single classes [rows, B, C] are made at one time. A CPU remembers where
+# the pages of few rows are: products with 384 to 1,024 rows took half to a third of the time.
+CPU_ROWS = 32
+DEVICE_ROWS = 128
 
 HIGHEST = jax.lax.Precision.HIGHEST
 MaybeArray = Any  # jax.Array, or None where the attributes say so
@@ -177,13 +187,11 @@ class Classes:
         loading = jnp.moveaxis(noise.loading[:, index], 0, 1) * _take(noise.scale, index)[:, None]
       factors = jnp.concatenate([loading, _take(noise.diag, index)[:, None]], axis=1)
     else:
-      columns = _columns_at(self.kernel, index, noise.diag.dtype)
-      factors = jnp.einsum('btq,bcq->btc', noise.factors(), columns)  # [B, T, C]
+      factors = _of_columns(noise.factors(), self.kernel, index)  # [B, T, C]
     if self.location is not None:
       return _take(self.location[:, 0], index), factors
-    columns = _columns_at(self._kernel_of_phi, index, self.phi.dtype)
-    mu = jnp.einsum('bd,bcd->bc', self.phi, columns) + self.bias[index]  # [B, C]
-    return mu, factors
+    mu = _of_columns(self.phi[:, None], self._kernel_of_phi, index)[:, 0]
+    return mu + self.bias[index], factors
 
 
 def _products(x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
@@ -231,9 +239,21 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
   return jnp.take_along_axis(x, index, axis=-1, mode='promise_in_bounds')
 
 
-def _columns_at(kernel: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """Columns [B, C, Q] of a kernel [Q, t] at classes [B, C]."""
-  return jnp.moveaxis(kernel[:, index], 0, -1).astype(dtype)
+def _of_columns(x: jax.Array, kernel: jax.Array, index: jax.Array) -> jax.Array:
+  """x [B, T, Q] times the columns of W [Q, t] at classes [B, C]: [B, T, C]."""
+
+  def product(start: jax.Array | int, size: int) -> jax.Array:
+    """What `size` rows of W add."""
+    rows = jax.lax.dynamic_slice_in_dim(kernel, start, size, 0)
+    columns = jnp.moveaxis(rows[:, index], 0, -1).astype(x.dtype)  # [B, C, size]
+    return jnp.einsum('btq,bcq->btc', jax.lax.dynamic_slice_in_dim(x, start, size, 2), columns)
+
+  size = CPU_ROWS if platform() == 'cpu' else DEVICE_ROWS
+  num_parts, rest = divmod(len(kernel), size)
+  if num_parts < 2:
+    return product(0, len(kernel))
+  found = product(num_parts * size, rest) if rest else jnp.zeros_like(product(0, size))
+  return jax.lax.fori_loop(0, num_parts, lambda i, total: total + product(i * size, size), found)
 
 
 # Classes of logits
@@ -371,9 +391,46 @@ class Tile:
     # A sum, since XLA would compute the gradient of u once more for each use of a selection of it.
     return u + jnp.where(self.counts, 0.0, PADDED)
 
+  def logits(self, z: jax.Array | None = None) -> jax.Array:
+    """u [B, n, t] (`Classes.logits`), `masked`."""
+    # Behind the barrier, the gradient of u is written where u was: half of a loss's memory.
+    return jax.lax.optimization_barrier(self.masked(self.classes.logits(z)))
+
   def is_label(self, labels: jax.Array) -> jax.Array:
     """bool [B, L, t], which class is which label int32 [B, L]."""
     return (labels[..., None] == self.ids) & self.counts
+
+  def at(self, u: jax.Array, labels: jax.Array) -> jax.Array:
+    """u [B, n, t] at labels int32 [B, L], 0 where a label is no class of the tile: [B, n, L]."""
+    if labels.shape[-1] == 1:
+      return _at_label(u, labels, self.ids, self.counts)
+    return _gathered(u, labels, self.ids, self.counts)
+
+
+@jax.custom_jvp
+def _at_label(u: jax.Array, label: jax.Array, ids: jax.Array, counts: jax.Array) -> jax.Array:
+  """`Tile.at` of one label [B, 1], with a gradient that is no scatter."""
+  # A sum fuses with that of the exponentials, but on a CPU it is an array as large as u. For a
+  # gather XLA transposes all logits in a TPU's memory: 0.7 of the time of everything else.
+  return jax.lax.platform_dependent(u, label, ids, counts, cpu=_gathered, default=_summed)
+
+
+@_at_label.defjvp
+def _at_label_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+  return _at_label(*primals), _summed(tangents[0], *primals[1:])
+
+
+def _gathered(u: jax.Array, labels: jax.Array, ids: jax.Array, counts: jax.Array) -> jax.Array:
+  index = labels - ids[0]
+  at = jnp.clip(index, 0, u.shape[-1] - 1)
+  inside = (index == at) & counts[at]
+  found = jnp.take_along_axis(u, at[:, None], axis=-1, mode='promise_in_bounds')
+  return jnp.where(inside[:, None], found, 0.0)
+
+
+def _summed(u: jax.Array, label: jax.Array, ids: jax.Array, counts: jax.Array) -> jax.Array:
+  is_label = (label == ids) & counts  # [B, t]
+  return jnp.where(is_label[:, None], u, 0.0).sum(axis=-1, keepdims=True)
 
 
 # Sums over classes
@@ -413,8 +470,16 @@ class Terms:
       e = jnp.where(tile.counts, jnp.exp(self.exponents - top[:, tile.buckets]), 0.0)
       total = jax.ops.segment_sum(e.T, tile.buckets, self.num_buckets).T
     elif self.exponents is not None:
-      total = jnp.exp(self.exponents - top[..., None]).sum(axis=-1)
+      total = _sum_exp(self.exponents, top)
     return Sums(top, total, self.sums, self.each)
+
+
+@jax.checkpoint
+def _sum_exp(u: jax.Array, top: jax.Array) -> jax.Array:
+  """The sum of exp(u - top), of u [B, S, t]: its gradient makes the exponentials again, which costs
+  less than an array of them.
+  """
+  return jnp.exp(u - top[..., None]).sum(axis=-1)
 
 
 @struct.dataclass
@@ -488,6 +553,26 @@ class EveryClass:
       return Terms(sums=jnp.where(tile.counts, value(tile), 0.0).sum(axis=-1))
 
     return self.sums(terms).sums
+
+  def at(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`Classes.at` of the classes at index int32 [B, C].
+
+    Each device multiplies its own columns of W: for an index of all of them, the compiler would
+    send the columns [Q, B, C] to every device.
+    """
+
+    def local(self: EveryClass) -> tuple[jax.Array, jax.Array]:
+      axes = self.tiling.placement.vocab
+      if axes is None:
+        return self.classes.at(self.constants)
+      num_classes = self.classes.num_classes
+      own = self.constants - self.tiling.placement.shard_index() * num_classes
+      inside = (own >= 0) & (own < num_classes)
+      mu, factors = self.classes.at(jnp.where(inside, own, 0))
+      found = jnp.where(inside, mu, 0.0), jnp.where(inside[:, None], factors, 0.0)
+      return jax.lax.psum(found, axes)
+
+    return dataclasses.replace(self, constants=index)._run(local, 'b')
 
   def top_k(self, value: Value, k: int, num_bins: int | None = None) -> tuple[jax.Array, jax.Array]:
     """The k <= K largest values in order: ids int32 [B, k], and values [B, k].

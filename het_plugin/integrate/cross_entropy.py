@@ -332,8 +332,12 @@ def _loss(
 def _terms(settings: Settings, tile: Tile) -> Terms:
   """Of the sums of exp(u), t u and t, or of the loss of a sigmoid."""
   labels = tile.constants
-  rows = tile.masked(tile.classes.logits())  # [N, 1, t]
+  rows = tile.logits()  # [N, 1, t]
   u = rows[:, 0]
+  is_one = isinstance(labels, Ids) and labels.ids.shape[-1] == 1
+  if is_one and settings.link == 'softmax' and not settings.label_smoothing:
+    at = tile.at(rows, labels.ids)[:, 0, 0]
+    return Terms(rows, (labels.weights[:, 0] * at, None))
   t = jnp.where(tile.counts, labels.targets(settings, tile.ids, u), 0.0)
   if settings.link == 'sigmoid':
     of_class = jnp.maximum(u, 0.0) - t * u + jnp.log1p(jnp.exp(-jnp.abs(u)))

@@ -142,9 +142,13 @@ def budget(max_bytes: int | None) -> int:
   """`max_bytes`, or if it is None that of the devices of the active mesh or the default ones."""
   if max_bytes is not None:
     return max_bytes
+  return CPU_BYTES if platform() == 'cpu' else DEVICE_BYTES
+
+
+def platform() -> str:
+  """'cpu', 'tpu', ...: that of the devices of the active mesh, or of the default ones."""
   device = jax.sharding.get_abstract_mesh().abstract_device
-  platform = jax.default_backend() if device is None else device.platform
-  return CPU_BYTES if platform == 'cpu' else DEVICE_BYTES
+  return jax.default_backend() if device is None else device.platform
 
 
 def bytes_per_device(logits: jax.Array) -> int:

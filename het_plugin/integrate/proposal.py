@@ -94,16 +94,16 @@ def num_few(num_classes: int) -> int:
 def few_classes(tiling: Tiling, classes: Classes, label: jax.Array | None) -> Few:
   """The few classes for labels int32 [B]; without labels those at the location."""
   noise = classes.noise
+  every_class = EveryClass(tiling, classes)
   z = jnp.zeros_like(noise.diag, shape=(noise.diag.shape[0], noise.num_normals))
   if label is not None:
-    mu, factors_of_label = classes.at(label[:, None])
+    mu, factors_of_label = every_class.at(label[:, None])
     z = STEP * factors_of_label[..., 0]
-  every_class = EveryClass(tiling, classes, (z, label))
   count = num_few(tiling.num_classes)
-  chosen, priority = every_class.top_k(
+  chosen, priority = dataclasses.replace(every_class, constants=(z, label)).top_k(
     _priority, min(count + 1, tiling.num_classes), num_bins=NUM_BINS * (count + 2)
   )
-  location, factors = classes.at(chosen)  # [B, C], [B, T, C]
+  location, factors = every_class.at(chosen)  # [B, C], [B, T, C]
   is_real = priority > PADDED / 2
   if chosen.shape[-1] > count:
     # For a slice of a `top_k`, XLA sorts all classes on a CPU.
@@ -256,7 +256,8 @@ def choose(
   # In another order, because every n-th point of Sobol's sequence is from one part of the cube.
   order = np.random.RandomState(0).permutation(count).astype(np.int32)
   # One normal more, whose first one moves the places below: it is independent of all the others.
-  x = sampler(keys, order, num_normals + 1).astype(mean.dtype)
+  # XLA would make the normals once more for each of their four uses.
+  x = jax.lax.optimization_barrier(sampler(keys, order, num_normals + 1).astype(mean.dtype))
   x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
   offset = 0.5 + 0.5 * jax.lax.erf(math.sqrt(0.5) * x[:, :1, -1])  # [B, 1], uniform
   x = x[..., :-1]

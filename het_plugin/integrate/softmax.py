@@ -11,7 +11,7 @@ A loop over tiles of classes finds both as an online softmax does, with a runnin
     dL / du_sk = g_s exp(u_sk - log Z_s) + h_s 1[k = y]
 
 with g and h the cotangents of log Z and u_y. DET is the case of one sample. Where all classes are
-one tile, JAX keeps the exponentials.
+one tile, JAX keeps the logits.
 
 HET-H. All classes of a bucket share their noise, so that with
 M_h = sum_{k: h(k) = h} exp(mu_k)
@@ -100,7 +100,7 @@ class Softmax(Samples):
 
 def _log_p(tile: Tile) -> jax.Array:
   """log softmax(u) [B, s, t] of a tile; without sums the tile has all classes."""
-  u = tile.masked(tile.classes.logits(tile.constants.z))
+  u = tile.logits(tile.constants.z)
   if tile.arrays is None:
     top = jax.lax.stop_gradient(u.max(axis=-1))
     log_total = jnp.log(jnp.exp(u - top[..., None]).sum(axis=-1))
@@ -115,25 +115,8 @@ def _log_p(tile: Tile) -> jax.Array:
 def _terms(tile: Tile) -> Terms:
   """Of the sums of exp(u) for each sample, and u [B, s, L] at the labels, 0 outside [0, K)."""
   labels = tile.constants.labels
-  u = tile.masked(tile.classes.logits(tile.constants.z))
-  return Terms(u, None if labels is None else _at_labels(u, labels, tile))
-
-
-def _at_labels(u: jax.Array, labels: jax.Array, tile: Tile) -> jax.Array:
-  """u [B, S, t] at labels [B, L], 0 where a label is no class of the tile: [B, S, L].
-
-  This is a sum, which XLA fuses with that of the exponentials. For a gather XLA transposes all
-  logits in a TPU's memory, which took 0.7 of the time of everything else.
-  """
-  if labels.shape[-1] == 1:
-    is_label = tile.is_label(labels)[:, None]  # [B, 1, L, t]
-    return jnp.where(is_label, u[:, :, None], 0.0).sum(axis=-1)
-  index = labels - tile.ids[0]
-  at = jnp.clip(index, 0, u.shape[-1] - 1)
-  inside = (index == at) & tile.counts[at]
-  return jnp.where(
-    inside[:, None], jnp.take_along_axis(u, at[:, None], axis=-1, mode='promise_in_bounds'), 0.0
-  )
+  u = tile.logits(tile.constants.z)
+  return Terms(u, None if labels is None else tile.at(u, labels))
 
 
 # HET-H
@@ -237,6 +220,6 @@ def _log_share(tile: Tile) -> jax.Array:
 def _bucket_terms(num_buckets: int, tile: Tile) -> Terms:
   """Of the sums of exp(mu) in each bucket, and mu [B, L] at the labels."""
   labels = tile.constants.labels
-  mu = tile.masked(tile.classes.logits())  # [B, 1, t]
-  at = None if labels is None else _at_labels(mu, labels, tile)[:, 0]
+  mu = tile.logits()  # [B, 1, t]
+  at = None if labels is None else tile.at(mu, labels)[:, 0]
   return Terms(mu[:, 0], at, num_buckets=num_buckets)
