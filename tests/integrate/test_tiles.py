@@ -18,6 +18,7 @@ from het_plugin import heads
 from het_plugin.integrate import (
   GaussianLogits,
   Integrator,
+  classes,
   example_keys,
   shared_key,
   top_class,
@@ -397,3 +398,15 @@ def test_top_class(mesh):
   else:
     with on_mesh(make_mesh(*mesh)):
       np.testing.assert_array_equal(find(logits), expected)
+
+
+@pytest.mark.parametrize('dim', [5, 64, 71])
+def test_products_with_single_columns_of_w(dim):
+  """Of at most 32 rows of W at one time on a CPU."""
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(3, 2, dim))
+  kernel = rng.normal(size=(dim, 9))
+  index = rng.integers(9, size=(3, 4))
+  with jax.enable_x64(True):
+    product = jax.jit(classes._of_columns)(*map(jnp.asarray, (x, kernel, index)))
+  np.testing.assert_allclose(product, np.einsum('btq,qbc->btc', x, kernel[:, index]), rtol=1e-12)
