@@ -44,9 +44,11 @@ from het_plugin.integrate.placement import (
 TILE_SHARE = 2
 TILE_MULTIPLE = 128  # the width of a TPU's registers
 # Rows of W whose columns at single classes [rows, B, C] are made at one time. A CPU remembers where
-# the pages of few rows are: products with 384 to 1,024 rows took half to a third of the time.
+# the pages of few rows are: products with 384 to 1,024 rows took half to a third of the time. On
+# other devices, where parts take longer, they are as many as have `COLUMN_BYTES`, or `DEVICE_ROWS`.
 CPU_ROWS = 32
 DEVICE_ROWS = 128
+COLUMN_BYTES = 2**27
 
 HIGHEST = jax.lax.Precision.HIGHEST
 MaybeArray = Any  # jax.Array, or None where the attributes say so
@@ -248,7 +250,10 @@ def _of_columns(x: jax.Array, kernel: jax.Array, index: jax.Array) -> jax.Array:
     columns = jnp.moveaxis(rows[:, index], 0, -1).astype(x.dtype)  # [B, C, size]
     return jnp.einsum('btq,bcq->btc', jax.lax.dynamic_slice_in_dim(x, start, size, 2), columns)
 
-  size = CPU_ROWS if platform() == 'cpu' else DEVICE_ROWS
+  size = CPU_ROWS
+  if platform() != 'cpu':
+    num_examples = index.shape[0] if isinstance(index.shape[0], int) else 1
+    size = max(DEVICE_ROWS, COLUMN_BYTES // (num_examples * index.shape[1] * x.dtype.itemsize))
   num_parts, rest = divmod(len(kernel), size)
   if num_parts < 2:
     return product(0, len(kernel))
@@ -393,8 +398,10 @@ class Tile:
 
   def logits(self, z: jax.Array | None = None) -> jax.Array:
     """u [B, n, t] (`Classes.logits`), `masked`."""
-    # Behind the barrier, the gradient of u is written where u was: half of a loss's memory.
-    return jax.lax.optimization_barrier(self.masked(self.classes.logits(z)))
+    u = self.masked(self.classes.logits(z))
+    # Behind the barrier, the gradient of u is written where u was: half of a loss's memory. A TPU
+    # would need a half more cycles.
+    return jax.lax.optimization_barrier(u) if platform() == 'cpu' else u
 
   def is_label(self, labels: jax.Array) -> jax.Array:
     """bool [B, L, t], which class is which label int32 [B, L]."""
