@@ -335,7 +335,7 @@ def _terms(settings: Settings, tile: Tile) -> Terms:
   rows = tile.logits()  # [N, 1, t]
   u = rows[:, 0]
   is_one = isinstance(labels, Ids) and labels.ids.shape[-1] == 1
-  if is_one and settings.link == 'softmax' and not settings.label_smoothing:
+  if is_one and settings.link == 'softmax' and labels.smoothing is None:
     at = tile.at(rows, labels.ids)[:, 0, 0]
     return Terms(rows, (labels.weights[:, 0] * at, None))
   t = jnp.where(tile.counts, labels.targets(settings, tile.ids, u), 0.0)

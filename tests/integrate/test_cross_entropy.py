@@ -71,6 +71,7 @@ def hot(classes):
 
 CASES = {
   'ids': Case(IDS, one_hot(IDS)),
+  'smooth': Case(IDS, smooth(one_hot(IDS)), {'label_smoothing': 0.2, 'tile': 16}),
   'several': Case(SEVERAL, one_hot(SEVERAL), {'tile': 7, 'z_loss': 0.01}),
   'weights': Case(
     SEVERAL,
@@ -411,7 +412,7 @@ def test_a_jitted_loss_may_close_over_its_temperature(tau):
   np.testing.assert_array_equal(loss(phi), cross_entropy(phi / 2, kernel, bias / 2, IDS))
 
 
-@pytest.mark.parametrize('name', ['several', 'weights', 'function', 'sigmoid'])
+@pytest.mark.parametrize('name', ['smooth', 'several', 'weights', 'function', 'sigmoid'])
 def test_label_smoothing_and_z_loss_may_follow_a_schedule(name):
   case = CASES[name]
   names = {'label_smoothing', 'z_loss'} & case.settings.keys()
