@@ -45,7 +45,7 @@ TILE_SHARE = 2
 TILE_MULTIPLE = 128  # the width of a TPU's registers
 # Rows of W whose columns at single classes [rows, B, C] are made at one time. A CPU remembers where
 # the pages of few rows are: products with 384 to 1,024 rows took half to a third of the time. On
-# other devices, where parts take longer, they are as many as have `COLUMN_BYTES`, or `DEVICE_ROWS`.
+# other devices parts take longer: as many rows as fit into `COLUMN_BYTES`, at least `DEVICE_ROWS`.
 CPU_ROWS = 32
 DEVICE_ROWS = 128
 COLUMN_BYTES = 2**27
