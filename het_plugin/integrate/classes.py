@@ -189,7 +189,12 @@ class Classes:
         loading = jnp.moveaxis(noise.loading[:, index], 0, 1) * _take(noise.scale, index)[:, None]
       factors = jnp.concatenate([loading, _take(noise.diag, index)[:, None]], axis=1)
     else:
-      factors = _of_columns(noise.factors(), self.kernel, index)  # [B, T, C]
+      factors = noise.factors()
+      if self.location is None and self.location_kernel is None:  # the same W: one product
+        phi = self.phi[:, None].astype(factors.dtype)
+        rows = _of_columns(jnp.concatenate([factors, phi], axis=1), self.kernel, index)
+        return rows[:, -1] + self.bias[index], rows[:, :-1]
+      factors = _of_columns(factors, self.kernel, index)  # [B, T, C]
     if self.location is not None:
       return _take(self.location[:, 0], index), factors
     mu = _of_columns(self.phi[:, None], self._kernel_of_phi, index)[:, 0]
