@@ -262,7 +262,8 @@ def _of_columns(x: jax.Array, kernel: jax.Array, index: jax.Array) -> jax.Array:
   num_parts, rest = divmod(len(kernel), size)
   if num_parts < 2:
     return product(0, len(kernel))
-  found = product(num_parts * size, rest) if rest else jnp.zeros_like(product(0, size))
+  zeros = jnp.zeros_like(x, shape=(*x.shape[:2], index.shape[1]))
+  found = product(num_parts * size, rest) if rest else zeros
   return jax.lax.fori_loop(0, num_parts, lambda i, total: total + product(i * size, size), found)
 
 
