@@ -415,35 +415,41 @@ class Tile:
 
   def at(self, u: jax.Array, labels: jax.Array) -> jax.Array:
     """u [B, n, t] at labels int32 [B, L], 0 where a label is no class of the tile: [B, n, L]."""
+    index = labels - self.ids[0]
+    at = jnp.clip(index, 0, u.shape[-1] - 1)
+    inside = (index == at) & self.counts[at]
     if labels.shape[-1] == 1:
-      return _at_label(u, labels, self.ids, self.counts)
-    return _gathered(u, labels, self.ids, self.counts)
+      return _at_label(u, at, inside, self.is_label(labels))
+    return _gathered(u, at, inside)
 
 
 @jax.custom_jvp
-def _at_label(u: jax.Array, label: jax.Array, ids: jax.Array, counts: jax.Array) -> jax.Array:
-  """`Tile.at` of one label [B, 1], with a gradient that is no scatter."""
+def _at_label(u: jax.Array, at: jax.Array, inside: jax.Array, is_label: jax.Array) -> jax.Array:
+  """`Tile.at` of one label, where `is_label` [B, 1, t], with a gradient that is no scatter."""
   # A sum fuses with that of the exponentials, but on a CPU it is an array as large as u. For a
   # gather XLA transposes all logits in a TPU's memory: 0.7 of the time of everything else.
-  return jax.lax.platform_dependent(u, label, ids, counts, cpu=_gathered, default=_summed)
+  return jax.lax.platform_dependent(
+    u,
+    at,
+    inside,
+    is_label,
+    cpu=lambda u, at, inside, _: _gathered(u, at, inside),
+    default=lambda u, at, inside, is_label: _summed(u, is_label),
+  )
 
 
 @_at_label.defjvp
 def _at_label_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-  return _at_label(*primals), _summed(tangents[0], *primals[1:])
+  return _at_label(*primals), _summed(tangents[0], primals[-1])
 
 
-def _gathered(u: jax.Array, labels: jax.Array, ids: jax.Array, counts: jax.Array) -> jax.Array:
-  index = labels - ids[0]
-  at = jnp.clip(index, 0, u.shape[-1] - 1)
-  inside = (index == at) & counts[at]
+def _gathered(u: jax.Array, at: jax.Array, inside: jax.Array) -> jax.Array:
   found = jnp.take_along_axis(u, at[:, None], axis=-1, mode='promise_in_bounds')
   return jnp.where(inside[:, None], found, 0.0)
 
 
-def _summed(u: jax.Array, label: jax.Array, ids: jax.Array, counts: jax.Array) -> jax.Array:
-  is_label = (label == ids) & counts  # [B, t]
-  return jnp.where(is_label[:, None], u, 0.0).sum(axis=-1, keepdims=True)
+def _summed(u: jax.Array, is_label: jax.Array) -> jax.Array:
+  return jnp.where(is_label, u, 0.0).sum(axis=-1, keepdims=True)
 
 
 # Sums over classes
