@@ -36,6 +36,7 @@ from het_plugin.integrate.placement import (
   Placement,
   budget,
   bytes_per_device,
+  num_examples,
   num_shards,
   platform,
 )
@@ -257,8 +258,8 @@ def _of_columns(x: jax.Array, kernel: jax.Array, index: jax.Array) -> jax.Array:
 
   size = CPU_ROWS
   if platform() != 'cpu':
-    num_examples = index.shape[0] if isinstance(index.shape[0], int) else 1
-    size = max(DEVICE_ROWS, COLUMN_BYTES // (num_examples * index.shape[1] * x.dtype.itemsize))
+    bytes_a_row = num_examples(index.shape[0]) * index.shape[1] * x.dtype.itemsize
+    size = max(DEVICE_ROWS, COLUMN_BYTES // bytes_a_row)
   num_parts, rest = divmod(len(kernel), size)
   if num_parts < 2:
     return product(0, len(kernel))

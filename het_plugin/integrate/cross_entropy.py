@@ -32,7 +32,13 @@ from jax.sharding import AxisType, PartitionSpec, reshard
 from het_plugin.integrate.classes import Classes, EveryClass, MaybeArray, Terms, Tile, Tiling
 from het_plugin.integrate.gaussian import GaussianLogits, Linear, Link, LowRank
 from het_plugin.integrate.integrator import AnyIntegrator, Integrator, check_labels
-from het_plugin.integrate.placement import Placement, mesh_axes, num_shards, varying_alike
+from het_plugin.integrate.placement import (
+  Placement,
+  mesh_axes,
+  num_examples,
+  num_shards,
+  varying_alike,
+)
 from het_plugin.system import ranges
 from het_plugin.system.ranges import Count, NotNegative, Rate
 
@@ -184,8 +190,7 @@ class Settings:
     if self.tile is not None:
       return min(self.tile, num_classes)
     # Of a tile there are logits and columns of W, and the gradients of both.
-    num_rows = phi.shape[0] if isinstance(phi.shape[0], int) else 1  # symbolic (`jax.export`)
-    num_values = 2 * (num_rows + kernel.shape[0])
+    num_values = 2 * (num_examples(phi.shape[0]) + kernel.shape[0])
     size = TILE_BYTES // (num_values * _wide(phi.dtype).itemsize)
     return min(max(MIN_TILE, 2 ** max(0, size.bit_length() - 1)), num_classes)
 

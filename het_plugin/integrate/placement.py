@@ -151,11 +151,16 @@ def platform() -> str:
   return jax.default_backend() if device is None else device.platform
 
 
+def num_examples(batch: Any) -> int:
+  """B; 1 if it is symbolic (`jax.export`)."""
+  return 1 if export.is_symbolic_dim(batch) else batch
+
+
 def bytes_per_device(logits: jax.Array) -> int:
   """Bytes of an array [B, Kp] on one device, at least 1; with a symbolic B (`jax.export`), those
   of one example.
   """
   batch, num_classes = logits.shape
-  num_elements = (1 if export.is_symbolic_dim(batch) else batch) * num_classes
+  num_elements = num_examples(batch) * num_classes
   shards = num_shards('vocab') * num_shards('batch')
   return max(1, num_elements * logits.dtype.itemsize // shards)
